@@ -139,7 +139,25 @@ def test_mistakes_raise_and_leave_the_model_usable(llm):
         SamplingParams(top_p=2)
     with pytest.raises(UsageError, match="both given"):
         llm.chat("x", schema={}, regex="a")
+    for messages in (5, "", ["hi"], None):
+        with pytest.raises(UsageError, match=r"messages is|the message is empty"):
+            llm.chat(messages)
+    with pytest.raises(UsageError, match="effort is 'much'"):
+        llm.chat("x", effort="much")
     assert llm.chat("Hi", max_tokens=1).tokens
+
+
+def test_a_closed_one_says_so(tiny_model):
+    other = LLM(tiny_model(), draft=None, progress=False)
+    assert repr(other) == f"<LLM {tiny_model().stem}>"
+    other.close()
+    assert repr(other).endswith(", closed>")
+    with pytest.raises(UsageError, match="is closed"):
+        other.chat("Hi")
+
+
+def test_the_package_shows_its_public_names():
+    assert set(dir(bough)) == {*bough.__all__, "__version__"}
 
 
 @pytest.mark.parametrize("name", ["nope.gguf", "no-such-model"])

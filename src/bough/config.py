@@ -11,6 +11,16 @@ from typing import Literal, Self
 from bough.errors import UsageError
 from bough.startup import FUSION, SPIN
 
+# How much to reason, and the tokens of it where the chat template does not know the word; None: no limit.
+EFFORTS: Mapping[str, int | None] = {
+    "minimal": 512,
+    "low": 2048,
+    "medium": 8192,
+    "high": None,
+    "xhigh": None,
+    "max": None,
+}
+
 
 @dataclass(frozen=True, slots=True)
 class SpecConfig:
@@ -71,6 +81,10 @@ class EngineConfig:
     speculation: SpecConfig | None = SpecConfig()  # None: plain decoding
     draft: DraftConfig | None = None  # None: the target's MTP block or prompt lookup alone
     compress: CompressConfig = CompressConfig()
+    effort: str | None = (
+        None  # of reasoning, for requests that do not say; None: as recommended for the model
+    )
+    break_loops: bool = True  # reasoning that repeats itself is ended
     costs: Path | None = None  # file that keeps measured step costs between runs
     # Bytes of host memory for the prefix cache; 0: none; None: a quarter of free memory, up to 8 GiB.
     prefix_cache: int | None = None
@@ -144,6 +158,11 @@ def pretended_card() -> str | None:
     return os.environ.get("BOUGH_PRETEND_CARD") or None
 
 
+def kernel_choice() -> str:
+    """Return the first implementation of kernels that may run on a GPU: cuda, triton or torch."""
+    return os.environ.get("BOUGH_KERNELS", "").strip().lower() or "cuda"
+
+
 def environment() -> Environment:
     def switch(name: str) -> bool:
         return os.environ.get(name, "").strip().lower() not in ("", "0", "false", "no", "off")
@@ -178,5 +197,6 @@ def set_ray_environment() -> None:
 
 def child_environment(variables: Mapping[str, str], *, without: Sequence[str] = ()) -> dict[str, str]:
     """Return the environment for a child process that is not ours."""
-    kept = {item for item in os.environ.items() if item not in (SPIN, FUSION) and item[0] not in without}
+    ours = (SPIN, *FUSION.items())
+    kept = {item for item in os.environ.items() if item not in ours and item[0] not in without}
     return dict(kept) | dict(variables)

@@ -10,12 +10,15 @@ import logging
 import queue
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self, TypedDict, Unpack, cast, overload
 
-from bough.config import DraftConfig, EngineConfig, SpecConfig, environment
+import numpy as np
+
+from bough.config import EFFORTS, DraftConfig, EngineConfig, SpecConfig, environment
 from bough.engine import sampler
 from bough.engine.stats import RequestStats
 from bough.errors import UsageError
@@ -23,19 +26,18 @@ from bough.gguf.reader import GGUFFile
 from bough.hub.catalog import EMBEDDED, Card
 from bough.hub.drafts import fetch_draft
 from bough.hub.resolve import meaning, resolve, resolve_draft
+from bough.session.collected import GeneratedOutput
 from bough.session.folders import costs_file
 from bough.session.loading import load_session
 from bough.session.pairing import AUTO, LOOKUP, MTP, NONE, NamedDraft, card_of, draft_at_hand
 from bough.session.requests import (
-    Finished,
     Grammar,
-    Reasoning,
-    SessionEvent,
     Text,
     TextRequest,
-    ToolArguments,
-    ToolCall,
+    Vector,
+    VectorOptions,
 )
+from bough.session.vector_prompts import shortened
 from bough.session.worker import EngineWorker, TextSession
 from bough.text.tokenizer import Tokenizer
 
@@ -62,6 +64,8 @@ class ChatOptions(TypedDict, total=False):
     stop: str | Sequence[str]
     system: str | None  # instructions before the messages
     thinking: bool | None  # reason first; None: as the model's template decides
+    effort: str | None  # of reasoning: minimal, low, medium, high, xhigh or max; None: as recommended
+    break_loops: bool  # end reasoning that repeats itself, which is the default
     tools: Sequence[Mapping[str, Any]] | None  # in OpenAI's form
     tool_choice: str  # auto, none, required or the name of a tool
     schema: Schema | None  # the answer is JSON of this schema
@@ -153,7 +157,7 @@ class LLM:
         )
         self.path, self.draft = target, found.path if found else None
         self.name = card.name if card else target.stem
-        self._show = progress
+        self._show, self._closed = progress, False
         counter = _Counter(f"Loading {target.name}", shown=progress)
         self._worker = EngineWorker(
             lambda read: load_session(target, config, progress=counter.update), max_queue=_MANY
@@ -172,14 +176,21 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __repr__(self) -> str:
+        draft = f", draft={self.draft.name!r}" if self.draft is not None else ""
+        return f"<LLM {self.name}{draft}{', closed' if self._closed else ''}>"
+
     def close(self) -> None:
         """End running requests and free the model's memory."""
+        self._closed = True
         self._worker.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     @property
     def session(self) -> TextSession:
         """Return what the model was loaded into."""
+        if self._closed:
+            raise UsageError(f"the LLM {self.name} is closed", "make another one")
         return self._worker.session
 
     @property
@@ -261,37 +272,70 @@ class LLM:
         run = self._run(self._chat_request(messages, sampling, options), messages, whole=not stream)
         return run if stream else run.answer()
 
+    def embed(self, texts: Prompt | Sequence[Prompt], *, dimensions: int | None = None) -> np.ndarray:
+        """Return the vectors [n, width] of texts, or [width] of one text, as float32 of length 1.
+
+        The model is an embedding model. dimensions: keep this many values, normalised again.
+        """
+        options = VectorOptions(dimensions=dimensions)
+        one = isinstance(texts, str) or (len(texts) > 0 and isinstance(texts[0], int))
+        found = self._vectors([_vector_request(each, options) for each in _prompts(texts)])
+        rows = [shortened(values, dimensions) for values in found]
+        return rows[0] if one else np.array(rows, np.float32)
+
+    def rerank(self, query: str, documents: Sequence[str]) -> list[float]:
+        """Return for each document how probable it is that it answers the query; the model is a reranker."""
+        options = VectorOptions(query=query)
+        return [values[0] for values in self._vectors([_vector_request(each, options) for each in documents])]
+
+    def _vectors(self, requests: Sequence[TextRequest]) -> list[Sequence[float]]:
+        async def collected() -> dict[int, Sequence[float]]:
+            job = self._worker.submit(*requests)
+            try:
+                batches = [batch async for batch in job.batches(whole=True)]
+            finally:
+                job.cancel()
+            events = [pair for batch in batches for pair in batch]
+            return {index: event.values for index, event in events if isinstance(event, Vector)}
+
+        if not requests:
+            return []
+        found = asyncio.run_coroutine_threadsafe(collected(), self._loop).result()
+        return [found[index] for index in range(len(requests))]
+
     async def achat(
         self, messages: Messages, sampling: SamplingParams | None = None, **options: Unpack[ChatOptions]
     ) -> Answer:
         """Answer a conversation as `chat` does, without blocking the event loop."""
-        collected = _Collected(messages, self.tokenizer)
-        async for _ in self._events(self._chat_request(messages, sampling, options), collected, whole=True):
+        output = GeneratedOutput()
+        async for _ in self._events(self._chat_request(messages, sampling, options), output, whole=True):
             pass
-        return collected.answer()
+        return _answer(output, messages, self.tokenizer)
 
     async def astream(
         self, messages: Messages, sampling: SamplingParams | None = None, **options: Unpack[ChatOptions]
     ) -> AsyncIterator[str]:
         """Yield the answer in pieces, as they are generated."""
-        collected = _Collected(messages, self.tokenizer)
-        async for piece in self._events(self._chat_request(messages, sampling, options), collected):
+        request = self._chat_request(messages, sampling, options)
+        async for piece in self._events(request, GeneratedOutput()):
             yield piece
 
     async def _events(
-        self, request: TextRequest, collected: "_Collected", *, whole: bool = False
+        self, request: TextRequest, output: GeneratedOutput, *, whole: bool = False
     ) -> AsyncIterator[str]:
         job = self._worker.submit(request)
         try:
             async for batch in job.batches(whole=whole):
                 for _, event in batch:
-                    if piece := collected.add(event):
-                        yield piece
+                    output.add(event)
+                    if isinstance(event, Text):
+                        yield event.text
         finally:
             job.cancel()
 
     def _run(self, request: TextRequest, prompt: Prompt | Messages, *, whole: bool = False) -> "Stream":
-        return Stream(self._worker, self._loop, request, _Collected(prompt, self.tokenizer), whole=whole)
+        finish = partial(_answer, prompt=prompt, tokenizer=self.tokenizer)
+        return Stream(self._worker, self._loop, request, finish, whole=whole)
 
     def _chat_request(
         self, messages: Messages, sampling: SamplingParams | None, options: ChatOptions
@@ -299,7 +343,7 @@ class LLM:
         if unknown := options.keys() - ChatOptions.__annotations__.keys():
             known = ", ".join(ChatOptions.__annotations__)
             raise UsageError(f"there is no option {', '.join(sorted(unknown))}; there are {known}")
-        turns = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
+        turns = _turns(messages)
         system = options.get("system")
         before = [] if system is None else [{"role": "system", "content": system}]
         request = self._request(
@@ -311,6 +355,8 @@ class LLM:
         return replace(
             request,
             messages=[*before, *turns],
+            effort=_effort(options.get("effort")),
+            break_loops=options.get("break_loops", True),
             tools=options.get("tools"),
             tool_choice=options.get("tool_choice", "auto"),
             grammar=_grammar(options.get("schema"), options.get("regex")),
@@ -339,6 +385,26 @@ class LLM:
         )
 
 
+def _turns(messages: Messages) -> list[Mapping[str, Any]]:
+    """Return messages in OpenAI's form."""
+    if isinstance(messages, str):
+        if not messages.strip():
+            raise UsageError("the message is empty", param="messages")
+        return [{"role": "user", "content": messages}]
+    if not isinstance(messages, Sequence) or not all(isinstance(each, Mapping) for each in messages):
+        raise UsageError(
+            f"messages is {messages!r}, needed a text, or a list of objects with role and content",
+            param="messages",
+        )
+    return list(messages)
+
+
+def _effort(word: str | None) -> str | None:
+    if word is not None and word not in EFFORTS:
+        raise UsageError(f"effort is {word!r}, needed one of {', '.join(EFFORTS)}", param="effort")
+    return word
+
+
 class Stream(Iterator[str]):
     """An answer while it is generated: iterating yields its text in pieces, `answer()` returns all of it.
 
@@ -350,12 +416,12 @@ class Stream(Iterator[str]):
         worker: EngineWorker,
         loop: asyncio.AbstractEventLoop,
         request: TextRequest,
-        collected: "_Collected",
+        finish: Callable[[GeneratedOutput], Answer],
         *,
         whole: bool = False,
     ):
         """`whole`: its pieces arrive together, at the end."""
-        self._collected, self._whole = collected, whole
+        self._output, self._finish, self._whole = GeneratedOutput(), finish, whole
         self._arrived: queue.SimpleQueue[str | BaseException | None] = queue.SimpleQueue()
         self._over = False
         self._running = asyncio.run_coroutine_threadsafe(self._read(worker, request), loop)
@@ -366,8 +432,9 @@ class Stream(Iterator[str]):
             try:
                 async for batch in job.batches(whole=self._whole):
                     for _, event in batch:
-                        if piece := self._collected.add(event):
-                            self._arrived.put(piece)
+                        self._output.add(event)
+                        if isinstance(event, Text):
+                            self._arrived.put(event.text)
             finally:
                 job.cancel()
         except Exception as error:
@@ -395,7 +462,7 @@ class Stream(Iterator[str]):
     @property
     def reasoning(self) -> str:
         """Return the reasoning so far."""
-        return self._collected.reasoning
+        return self._output.reasoning
 
     def answer(self) -> Answer:
         """Return the whole answer, after its end."""
@@ -405,7 +472,7 @@ class Stream(Iterator[str]):
         except BaseException:
             self.close()
             raise
-        return self._collected.answer()
+        return self._finish(self._output)
 
     def close(self) -> None:
         """End the generation."""
@@ -414,51 +481,29 @@ class Stream(Iterator[str]):
             self._running.cancel()
 
 
-class _Collected:
-    """What has arrived of an answer."""
+def _answer(output: GeneratedOutput, prompt: Prompt | Messages, tokenizer: Tokenizer) -> Answer:
+    """Return a finished output as users of this module get it."""
+    finished = output.finished
+    assert finished is not None, "the request has not ended"
 
-    def __init__(self, prompt: Prompt | Messages, tokenizer: Tokenizer):
-        self._prompt, self._tokenizer = prompt, tokenizer
-        self.text = self.reasoning = ""
-        self._calls: dict[int, tuple[ToolCall, list[str]]] = {}
-        self._finished: Finished | None = None
+    def text(id: int) -> str:
+        return tokenizer.token_bytes(id).decode(errors="replace")
 
-    def add(self, event: SessionEvent) -> str:
-        """Take an event; return the text in it."""
-        match event:
-            case Text(piece):
-                self.text += piece
-                return piece
-            case Reasoning(piece):
-                self.reasoning += piece
-            case ToolCall():
-                self._calls[event.index] = event, []
-            case ToolArguments(index, piece):
-                self._calls[index][1].append(piece)
-            case Finished():
-                self._finished = event
-        return ""
-
-    def answer(self) -> Answer:
-        finished = self._finished
-        assert finished is not None, "the request has not ended"
-        answer = Answer(self.text)
-        answer.prompt, answer.reasoning = self._prompt, self.reasoning
-        answer.tool_calls = [
-            Call(call.id, call.name, _arguments("".join(pieces))) for call, pieces in self._calls.values()
+    answer = Answer(output.text)
+    answer.prompt, answer.reasoning = prompt, output.reasoning
+    answer.tool_calls = [Call(call.id, call.name, _arguments(call.text)) for call in output.calls]
+    answer.finish_reason, answer.tokens, answer.stats = finished.reason, finished.tokens, finished.stats
+    answer.logprobs = None
+    if finished.logprobs is not None:
+        answer.logprobs = [
+            Logprob(item.token, text(item.token), item.logprob, {text(id): value for id, value in item.top})
+            for item in finished.logprobs
         ]
-        answer.finish_reason, answer.tokens, answer.stats = finished.reason, finished.tokens, finished.stats
-        answer.logprobs = None
-        if finished.logprobs is not None:
-            answer.logprobs = [self._logprob(each) for each in finished.logprobs]
-        return answer
+    return answer
 
-    def _logprob(self, each: sampler.TokenLogprob) -> Logprob:
-        top = {self._text(id): logprob for id, logprob in each.top}
-        return Logprob(each.token, self._text(each.token), each.logprob, top)
 
-    def _text(self, id: int) -> str:
-        return self._tokenizer.token_bytes(id).decode(errors="replace")
+def _vector_request(text: Prompt, options: VectorOptions) -> TextRequest:
+    return TextRequest(prompt=text if isinstance(text, str) else list(text), vector=options)
 
 
 def _arguments(text: str) -> Mapping[str, Any]:

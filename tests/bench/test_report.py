@@ -5,6 +5,7 @@ import random
 import pytest
 
 from bough.bench import measure, report
+from bough.bench.suites import Prompt
 from bough.engine.stats import StepRecord
 from tests.bench.made import a_head, a_line
 
@@ -106,3 +107,18 @@ def test_tokens_of_a_loop_are_not_counted():
     steps = [StepRecord(5, tokens, 0.003) for tokens in (2, 4, 5, 5)]
     assert [measure._acceptance(steps, loop) for loop in (7, 99, 1)] == [3, 4, 0]
     assert measure._by_rows(steps) == {"5": [4, 12.0]}
+
+
+def test_a_score_says_how_many_answers_were_cut():
+    lines = [a_line(f"builtin/{index}", finish="length" if index < 3 else "stop") for index in range(10)]
+    lines += [a_line("prose/0", finish="length", right=None)]
+    page = report.markdown(a_head(), lines)
+    assert "| 100%, 3 of 10 cut |" in page and "**3 of 10 scored answers were cut**" in page
+    assert report.cut_short(lines[3:]) == "" and "cut" not in report.markdown(a_head(), lines[3:])
+    assert "at most 256 tokens, 640 where answers are scored" in report.markdown(a_head(n_gen=None), lines)
+
+
+def test_answers_with_a_score_have_room():
+    prompts = [Prompt("a", "", [], score=score) for score in (None, lambda item, answer: True)]
+    assert [measure.Settings().limit(prompt) for prompt in prompts] == [256, 640]
+    assert [measure.Settings(n_gen=9).limit(prompt) for prompt in prompts] == [9, 9]

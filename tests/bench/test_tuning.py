@@ -1,13 +1,11 @@
 """Which tilings are tried on a card, and which one is taken: only what is faster, and adds up the same."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 
 import pytest
 import torch
 
 from bough.bench.tuning import (
-    HALVES,
     LAYERS_27B,
     Found,
     Measured,
@@ -17,6 +15,7 @@ from bough.bench.tuning import (
     tune,
 )
 from bough.gguf.types import QuantType
+from bough.kernels.check.inputs import HALVES
 from bough.kernels.quant_matmul import cuda, empty_packed, unpack
 from bough.kernels.quant_matmul.layout import LAYOUTS
 from bough.kernels.quant_matmul.rows import BUCKETS
@@ -39,37 +38,34 @@ def clock(
     return measure
 
 
-def other_warps(tiling: Tiling, rows: int) -> bool:
-    return tiling.wide != BUILT_IN[rows].wide
+def other(rows: int) -> Tiling:
+    return candidates(H200, rows, MIX)[1]
 
 
 def test_the_fastest_is_taken_for_each_number_of_rows() -> None:
-    def seconds(tiling: Tiling, rows: int) -> float:
-        return 1.0 - 0.1 * (tiling.stages == 3 if rows < 32 else other_warps(tiling, rows))
-
-    found = tune(H200, MIX, clock(seconds))
+    found = tune(H200, MIX, clock(lambda tiling, rows: 1.0 - 0.1 * (tiling == other(rows))))
     assert [each.rows for each in found] == list(BUCKETS)
     for each in found:
-        built_in = BUILT_IN[each.rows]
-        changed = {"stages": 3} if each.rows < 32 else {"wide": not built_in.wide}
-        assert each == Found(each.rows, built_in, replace(built_in, **changed), 1.0, 0.9, ())
+        assert each == Found(each.rows, BUILT_IN[each.rows], other(each.rows), 1.0, 0.9, ())
 
 
 @pytest.mark.parametrize(("gain", "taken"), [(-0.2, False), (0.0, False), (0.009, False), (0.011, True)])
 def test_a_hundredth_is_not_enough(gain: float, taken: bool) -> None:
-    found = tune(H200, MIX, clock(lambda tiling, rows: 1.0 - gain * other_warps(tiling, rows)))
+    found = tune(H200, MIX, clock(lambda tiling, rows: 1.0 - gain * (tiling == other(rows))))
     assert all((each.best != each.built_in) == taken for each in found)
     assert all(each.best_s == (1.0 - gain if taken else 1.0) for each in found)
 
 
 def test_other_sums_are_never_taken() -> None:
     measure = clock(
-        lambda tiling, rows: 0.5 if other_warps(tiling, rows) else 0.8 if not tiling.halfway else 1.0,
-        sums=lambda tiling, rows: 2.0 if other_warps(tiling, rows) else 1.0,
+        lambda tiling, rows: 0.5 if tiling == other(rows) else 0.8 if not tiling.halfway else 1.0,
+        sums=lambda tiling, rows: 2.0 if tiling == other(rows) else 1.0,
     )
     for each in tune(H200, MIX, measure):
-        assert each.differing == (replace(BUILT_IN[each.rows], wide=not BUILT_IN[each.rows].wide),)
-        assert each.best_s == 0.8 and not each.best.halfway
+        assert each.differing == (other(each.rows),)
+        # At 64 rows there is no third tiling that fits.
+        assert each.best_s == (0.8 if other(each.rows).halfway else 1.0)
+        assert each.best.halfway == (each.best_s == 1.0)
 
 
 def test_sums_that_are_not_numbers_are_other_sums() -> None:
@@ -105,20 +101,23 @@ def test_progress_ends_where_it_said() -> None:
 def test_only_variants_that_differ_are_tried(name: str) -> None:
     card = CARDS[name]
     for bucket in BUCKETS:
-        found = candidates(card, bucket, MIX)
+        found, groups = candidates(card, bucket, MIX), cuda.grouped(card, bucket)
         assert found[0] == built_in_tilings(card.arch)[bucket]
         variants = [
-            tuple(tuple(sorted(cuda.defines(card, layout, bucket, tiling).items())) for layout in MIX)
+            tuple(
+                tuple(sorted(cuda.defines(card, layout, bucket, tiling, grouped=groups).items()))
+                for layout in MIX
+            )
             for tiling in found
         ]
         assert len(set(variants)) == len(variants)
-        assert any(tiling.wide != found[0].wide for tiling in found) == (name == "H200")
+        assert any(tiling.wide != found[0].wide for tiling in found) == (name == "H200" and not groups)
         if not card.bulk_copies:
             assert {tiling.halfway for tiling in found} == {True}
 
 
 def test_rows_that_do_not_fit_are_left_out() -> None:
-    found = tune(CARDS["RTX 3090"], MIX, clock(lambda *_: 1.0))
+    found = tune(CARDS["RTX 5090"], MIX, clock(lambda *_: 1.0))
     assert [each.rows for each in found] == [bucket for bucket in BUCKETS if bucket <= 48]
 
 

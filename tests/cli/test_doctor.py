@@ -1,6 +1,8 @@
 """`bough doctor` on the machine that runs the tests."""
 
+import errno
 import json
+import tempfile
 
 import torch
 
@@ -36,3 +38,14 @@ def test_a_kernel_that_fails_is_reported(bough, monkeypatch):
     monkeypatch.setattr(selftest, "chunk_delta", fail)
     result = bough("doctor")
     assert result.exit_code == 1 and "RuntimeError: illegal instruction" in result.stdout
+
+
+def test_a_cache_that_cannot_be_written_is_a_warning(bough, monkeypatch):
+    def refuse(**_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    result = bough("doctor")
+    assert result.exit_code == 0
+    assert "cannot be written (Read-only file system)" in " ".join(result.stdout.split())
+    assert "Everything works, with" in result.stdout and "disk" in result.stdout.splitlines()[-1]

@@ -1,11 +1,15 @@
 """`bough grow`, and running what it wrote."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
+import bough as package
 from bough.gguf.types import QuantType
-from tests.convert.test_grow import specification, tiny_draft
+from tests.workshop.test_grow import specification, tiny_draft
 
 
 @pytest.fixture
@@ -41,3 +45,14 @@ def test_what_contradicts_itself(bough, tmp_path, tiny_model, draft):
     missing = bough("grow", "-o", tmp_path / "x", "--from", tmp_path / "none.gguf")
     assert missing.exit_code == 3 and "no such file" in missing.stderr
     assert not (tmp_path / "x").exists()
+
+
+def test_an_installed_bough_says_that_it_needs_a_checkout(tmp_path):
+    site = tmp_path / "lib" / "site-packages"
+    site.mkdir(parents=True)
+    (site / "bough").symlink_to(Path(package.__file__).parent)
+    command = [sys.executable, "-m", "bough", "grow", "-o", str(tmp_path / "grown")]
+    result = subprocess.run(
+        command, capture_output=True, text=True, env={"PYTHONPATH": str(site)}, cwd=tmp_path
+    )
+    assert result.returncode == 2 and f"installed in {site}" in result.stderr and "git clone" in result.stderr

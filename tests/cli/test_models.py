@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from bough.cli import listing
 from bough.errors import ModelNotFound
 from bough.hub.cache import contents
 from tests.hub.fake_pairs import DRAFT, TARGET, add_pair, make_draft
@@ -131,6 +132,20 @@ def test_a_gated_draft(bough, hub):
     assert "HF_TOKEN" in result.stderr and here() == {f"{TARGET}:Q4_K_M"}
 
 
+def test_a_slow_model_is_called_slow_on_a_cpu(bough, hub, monkeypatch):
+    monkeypatch.setattr(listing, "_memory", lambda: ("CPU", 64 << 30))
+    slow = {row["name"]: row["slow"] for row in listed(bough)["available"]}
+    assert slow["qwen3.6-27b"] and not slow["qwen3.6-35b-a3b"] and not slow["qwen3.5-4b"]
+    shown = " ".join(bough("list").stdout.split())
+    assert "qwen3.6-27b 16.5 GB yes, slow" in shown and "slow: a few tokens a second at most" in shown
+    assert listing.suggestion() == "qwen3.5-35b-a3b"
+    monkeypatch.setattr(listing, "_memory", lambda: ("a card", 24 << 30))
+    assert not any(row["slow"] for row in listed(bough)["available"])
+    assert listing.suggestion() in ("qwen3.5-35b-a3b", "qwen3.6-35b-a3b", "qwen3.5-27b", "qwen3.6-27b")
+    monkeypatch.setattr(listing, "_memory", lambda: ("CPU", 1 << 30))
+    assert listing.suggestion() is None
+
+
 def test_listing(bough, hub, tiny_model, tmp_path):
     empty = listed(bough)
     assert empty["models"] == empty["drafts"] == [] and len(empty["available"]) >= 9
@@ -228,6 +243,8 @@ def test_removing_one_of_a_pair(bough, hub):
 def test_what_cannot_be_removed(bough, hub):
     own = bough("rm", __file__, "-y")
     assert own.exit_code == 2 and "is not in the Hugging Face cache" in own.stderr
+    part = bough("rm", "bough-40m", "-y")
+    assert part.exit_code == 2 and "is a part of bough" in part.stderr and "hand" not in part.stderr
     bough("pull", "qwen3.6-27b")
     wrong = bough("rm", "qwen3.6-27b:Q2_K", "-y")
     assert wrong.exit_code == ModelNotFound.exit_code and "has no Q2_K; it has Q4_K_M" in wrong.stderr

@@ -67,7 +67,7 @@ def test_piped_in_and_out(environment, tiny_model):
     assert re.fullmatch(
         r"20 tok · [\d.,]+ tok/s · TTFT [\d.]+ s · prompt \d+ · accept [\d.]+/step"
         r" · length limit\n"
-        r"No draft is listed for this model, .*\n",
+        r"No draft is known for this model: .*\n",
         result.stderr,
     )
     assert result.stdout.endswith("\n") and len(result.stdout) > 10 and "\x1b" not in result.stdout
@@ -231,7 +231,7 @@ def test_on_a_terminal(environment, tiny_model):
         lines[last - 1 : last + 1] = [f"{lines[last - 1]} · length limit"]
         last -= 1
     wanted = r"40 tok · .* · accept [\d.]+/step · seed 3 · length limit"
-    assert re.fullmatch(wanted, lines[last]) and lines[last + 1].startswith("No draft is listed")
+    assert re.fullmatch(wanted, lines[last]) and lines[last + 1].startswith("No draft is known")
     assert {screen.buffer[line][0].fg for line in (last, last + 1)} == {"brightblack"}
     assert lines[0] and not any("Starting" in line or "Loading" in line for line in lines)
     plain = subprocess.run(

@@ -1,5 +1,6 @@
 """`bough run` inside the test process."""
 
+import errno
 import io
 import json
 import os
@@ -10,9 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from bough.bench.runner import ResultFile
 from bough.cli import view
 from bough.cli.footprint import on_cpu
 from bough.cli.loading import LoadingBar, loaded_line
+from bough.errors import ResourceError
 from bough.gguf.reader import GGUFFile
 from bough.hub import catalog
 from bough.kernels.native import library as native_library
@@ -388,3 +391,24 @@ def test_without_native_code(bough, monkeypatch):
     assert "The native CPU code is not used, there is none: PyTorch computes, more slowly" in result.stderr
     asked = bough("run", "-p", "hello", "-n", 2, "--cpu-backend", "torch")
     assert asked.exit_code == 0 and "native" not in asked.stderr
+
+
+def test_a_file_that_is_no_text_is_refused(bough, tiny_model):
+    result = bough("run", tiny_model(), "-p", "hi", "-f", tiny_model())
+    assert result.exit_code == 2 and "is not a text: there are zero bytes" in result.stderr
+
+
+def test_greedy_is_one_flag_away(bough, tiny_model, monkeypatch):
+    ask = ("run", "bough-40m", "-p", "Write a long story of a dragon.", "-n", 40, "-q")
+    assert len({bough(*ask).stdout for _ in range(4)}) > 1  # the card's temperature, another seed each time
+    assert bough(*ask, "--greedy").stdout == bough(*ask, "--greedy").stdout == bough(*ask, "-t", 0).stdout
+
+
+def test_a_full_disk_is_said(bough, tiny_model, monkeypatch):
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(ResultFile, "add", full)
+    result = bough("bench", "builtin", tiny_model(), "--prompts", 1, "-n", 4)
+    assert result.exit_code == ResourceError.exit_code and "No space left on device" in result.stderr
+    assert "should not have happened" not in result.stderr and "hint: free some space" in result.stderr

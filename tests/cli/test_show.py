@@ -9,9 +9,9 @@ import torch
 
 from bough.cli.show import show
 from bough.config import EngineConfig
-from bough.convert.tiny import FAMILIES
 from bough.memory.planner import AUTO_FORMATS, OPT_IN_FORMATS
 from bough.session.loading import load_session
+from workshop.tiny import FAMILIES
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -173,14 +173,17 @@ def test_a_short_name_that_cannot_be_asked_for_is_pulled_by_it(bough):
 
 def test_drafts_and_recommendations(bough, tiny_model, hub):
     unknown = json.loads(bough("show", tiny_model(), "--json").stdout)
-    assert unknown["card"] is unknown["draft"] is unknown["recommended"] is None
-    assert "none listed" in bough("show", tiny_model()).stdout
+    assert unknown["card"] is unknown["draft"] is None
+    assert unknown["recommended"]["source"] == "the model's file"
+    shown = " ".join(bough("show", tiny_model()).stdout.split())
+    assert "none listed" in shown and "sampling --temperature 0 as recommended by the model's file" in shown
 
     bough("pull", "qwen3.6-27b", "--target-only")
     missing = " ".join(bough("show", "qwen3.6-27b").stdout.split())
     assert "not on this machine: bough pull qwen3.6-27b --draft-only" in missing
-    assert "with thinking --temperature 1 --top-p 0.95 --top-k 20" in missing
-    assert "without --temperature 0.7 --top-p 0.8 --top-k 20 --presence-penalty 1.5" in missing
+    assert "sampling --temperature 1 --top-p 0.95 --top-k 20 with thinking" in missing
+    assert "--temperature 0.7 --top-p 0.8 --top-k 20 --presence-penalty 1.5 without" in missing
+    assert "as recommended by the card qwen3.6-27b; --greedy:" in missing
     bough("pull", "qwen3.6-27b", "--draft-only")
     facts = json.loads(bough("show", "unsloth/Qwen3.6-27B-GGUF", "--json").stdout)
     assert facts["card"] == "qwen3.6-27b" and facts["draft"]["name"] == "z-lab/Qwen3.6-27B-DFlash"

@@ -15,7 +15,8 @@ from bough.deploy.routes import Hint
 from bough.deploy.settings import Settings
 from bough.errors import BoughError, PromptTooLong, Unavailable, UsageError
 from bough.session.loading import load_reader, load_session
-from bough.session.requests import Failed, Finished, TextRequest
+from bough.session.requests import Failed, Finished, TextRequest, Vector, VectorOptions
+from tests.gguf_edit import edited
 
 pytestmark = pytest.mark.ray
 
@@ -57,6 +58,19 @@ def test_the_text_is_that_of_a_session(settings, replica):
     values = {each.name: each.value for family in report.metrics for each in family.samples}
     assert values["bough:generation_tokens_total"] == 12
     assert pickle.loads(pickle.dumps(report)).pid == report.pid
+
+
+def test_vectors_come_from_replicas_too(settings, tmp_path):
+    path = edited(settings.path, tmp_path / "embed.gguf", keys={"qwen35.pooling_type": 3})
+    replica = Replica(replace(settings, path=path), name="vectors")
+    try:
+        request = TextRequest(prompt="Once upon", vector=VectorOptions(), cancelled=bool)
+        checked = load_reader(path, settings.engine, replica.about().limits).check(request)
+        [found] = [event for batch in generated(replica, checked) for _, event in batch[:1]]
+        session = load_session(path, settings.engine)
+        assert isinstance(found, Vector) and found == next(session.generate(request))
+    finally:
+        replica._worker.close()
 
 
 def test_a_reader_without_weights_refuses_what_a_session_refuses(settings):

@@ -46,7 +46,7 @@ def text(engine: Engine, sampling: SamplingParams, count: int = COUNT) -> list[i
 @pytest.mark.parametrize("adaptive", [False, True])
 @pytest.mark.parametrize("proposers", PROPOSERS)
 def test_same_text(drafts: EveryDraft, plain: dict[str, list[int]], proposers: str, adaptive: bool) -> None:
-    """benchmarks/lossless.py compares 20,000 tokens in this way."""
+    """workshop/lossless.py compares 20,000 tokens in this way."""
     engine = drafts.session(proposers, budget=14, adaptive=adaptive).engine
     for name in ("greedy", "T 1.0") if adaptive else ("greedy, penalties, bias", "T 1.0, everything"):
         assert text(engine, SAMPLINGS[name]) == plain[name], name

@@ -1,9 +1,9 @@
 """What the host does in a step of many sequences; counted in calls, which do not depend on the machine."""
 
-from benchmarks.host_time import calls_of_a_step, replaying_engine
+from workshop.host_time import calls_of_a_step, replaying_engine
 
 SEQUENCES = 48
-# Of Python functions, for each sequence: 40, about 11 us. `python benchmarks/host_time.py` measures it.
+# Of Python functions, for each sequence: 40, about 11 us. `python workshop/host_time.py` measures it.
 MOST_CALLS = 45
 
 

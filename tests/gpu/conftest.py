@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bough.convert.grow import grow
+from workshop.grow.grow import grow
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,8 +1,6 @@
 """Random inputs of the kernels at the shapes of a 27B hybrid, for tests and timing scripts."""
 
-import random
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import ModuleType
 
 import torch
@@ -16,6 +14,8 @@ from bough.kernels.causal_conv import chunk as chunk_conv
 from bough.kernels.causal_conv import cuda as conv_cuda
 from bough.kernels.causal_conv import reference as conv_reference
 from bough.kernels.causal_conv import triton_kernels as conv_triton
+from bough.kernels.check import inputs
+from bough.kernels.check.inputs import TreeRows
 from bough.kernels.delta_rule import chunk as chunk_delta
 from bough.kernels.delta_rule import cuda as delta_cuda
 from bough.kernels.delta_rule import fold_path
@@ -44,41 +44,15 @@ KV_FORMATS = ("f16", "bf16", "q8_0", "q5_0", "q4_0", "tq3_0")
 TUNED_TYPES = (QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K, QuantType.Q8_0)
 
 
-@dataclass(frozen=True, slots=True)
-class TreeRows:
-    """Topology of a batch of trees, [B, T] int64 each."""
-
-    parents: Tensor  # -1: the root
-    ancestors: Tensor  # bit j set: row j is this row or above it
-    depths: Tensor  # 0: the root
-
-
 def tree_rows(parents: list[list[int]], device: torch.device = DEVICE) -> TreeRows:
-    ancestors: list[list[int]] = []
-    for tree in parents:
-        bits: list[int] = []
-        for row, parent in enumerate(tree):
-            bits.append((bits[parent] if parent >= 0 else 0) | 1 << row)
-        ancestors.append(bits)
-    depths = [[bits.bit_count() - 1 for bits in tree] for tree in ancestors]
-    signed = [[bits - 2**64 if bits >= 2**63 else bits for bits in tree] for tree in ancestors]
-    return TreeRows(*(torch.tensor(numbers, device=device) for numbers in (parents, signed, depths)))
+    return inputs.tree_rows(parents, device)
 
 
 def random_trees(
     rows: int, batch: int = 1, *, depth: int = 16, seed: int = 0, device: torch.device = DEVICE
 ) -> TreeRows:
     """Return random trees, no path longer than `depth`."""
-    choose = random.Random(seed + rows)
-    trees = []
-    for _ in range(batch):
-        parents, depths = [-1], [1]
-        for row in range(1, rows):
-            parent = choose.choice([i for i in range(max(0, row - 6), row) if depths[i] < depth] or [0])
-            parents.append(parent)
-            depths.append(depths[parent] + 1)
-        trees.append(parents)
-    return tree_rows(trees, device)
+    return inputs.random_trees(rows, batch, depth=depth, seed=seed, device=device)
 
 
 def deep_trees(rows: int, batch: int = 1, device: torch.device = DEVICE) -> TreeRows:

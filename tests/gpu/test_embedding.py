@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from bough.bench.tuning import HALVES
 from bough.gguf.quants import dequantise
 from bough.gguf.types import QuantType
+from bough.kernels.check.inputs import HALVES
 from bough.kernels.embedding import embed
 from bough.kernels.embedding import triton_kernels as embedding_kernel
 from bough.kernels.gather_rows import gather_rows

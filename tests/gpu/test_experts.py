@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from bough.bench.tuning import random_rows
 from bough.config import EngineConfig, SpecConfig
 from bough.engine.engine import Request
 from bough.engine.sampler import SamplingParams
 from bough.gguf.reader import GGUFFile
 from bough.gguf.types import QuantType
+from bough.kernels.check.inputs import random_rows
 from bough.kernels.experts import ExpertStack, Routing, combine, expert_matmul, reference, route_rows
 from bough.kernels.experts import triton_kernels as experts_triton
 from bough.kernels.norm_rope import silu_rows

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu.lossless import PLAIN, compared, on_cpu, prompts_of, read_references, references
 from tests.gpu.fresh_process import run_in_fresh_process
 from tests.gpu.texts import assert_same_text, expected_texts, generate, load_session
+from workshop.gpu.lossless import PLAIN, compared, on_cpu, prompts_of, read_references, references
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(1200)]
 

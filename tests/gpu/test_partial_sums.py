@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from bough.bench.tuning import random_rows
 from bough.gguf.types import QuantType
+from bough.kernels.check.inputs import random_rows
 from bough.kernels.norm_rope import cuda as norm_cuda
 from bough.kernels.quant_matmul import (
     PackedWeight,

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from bough.bench.tuning import LAYERS_27B, Stack, random_rows, tune
+from bough.bench.tuning import LAYERS_27B, Stack, tune
 from bough.gguf.quants import dequantise
 from bough.gguf.types import QuantType
+from bough.kernels.check.inputs import random_rows
 from bough.kernels.norm_rope import add_rms_norm
 from bough.kernels.quant_matmul import (
     BUCKETS,
@@ -73,7 +74,7 @@ def test_every_bucket_has_a_kernel_that_fits(type: QuantType, bucket: int) -> No
     layout, tiling, card = layout_of(type), cuda.tilings_of(DEVICE)[bucket], card_of(DEVICE)
     if not cuda.stages(card, layout, bucket, tiling):
         pytest.skip("more shared memory than this card has")
-    variant = cuda.variant(layout, bucket, tiling, DEVICE, grouped=cuda.grouped(card)).matmul
+    variant = cuda.variant(layout, bucket, tiling, DEVICE, grouped=cuda.grouped(card, bucket)).matmul
     assert variant.registers > 0 and variant.occupancy >= 1
 
 

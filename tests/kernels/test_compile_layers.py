@@ -269,11 +269,11 @@ def test_cuda_kernels(arch: str) -> None:
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_120"])
 def test_cuda_rows(arch: str) -> None:
-    """The 27B's rows and odd ones; on Hopper with clusters."""
-    overlap, clusters = arch in ("sm_90", "sm_120"), arch == "sm_90"
+    """The 27B's rows and odd ones."""
+    overlap = arch in ("sm_90", "sm_120")
     sizes = [(rows_cuda.NORM, 5120), (rows_cuda.NORM, 100), (rows_cuda.SILU, 17408), (rows_cuda.SILU, 1028)]
-    shapes = [rows_cuda.shape_of(kind, width, clusters=clusters) for kind, width in sizes]
-    shapes += [rows_cuda.shape_of(rows_cuda.GATED, 6 * dim, dim, clusters=clusters) for dim in (32, 128)]
+    shapes = [rows_cuda.shape_of(kind, width) for kind, width in sizes]
+    shapes += [rows_cuda.shape_of(rows_cuda.GATED, 6 * dim, dim) for dim in (32, 128)]
     for shape in shapes:
         cubin = compile_cubin(rows_cuda.source(), defines=shape.defines(overlap), arch=arch, cached=False)
         assert cubin, shape
@@ -284,11 +284,11 @@ def test_rows_are_cut_into_blocks_that_hold_whole_heads() -> None:
         for head in (4, 8, 32, 128):
             for heads in (1, 3, 48, 136):
                 width = heads * head
-                shape = rows_cuda.shape_of(kind, width, head, clusters=True)
+                shape = rows_cuda.shape_of(kind, width, head)
                 parts = -(-width // 256) * 64 // shape.cluster
                 assert shape.cluster >= 1 and parts % (head // 4) == 0
                 assert shape.threads % 32 == 0 and 32 <= shape.threads <= 1024
-    assert rows_cuda.shape_of(rows_cuda.SILU, 17408, clusters=True).cluster == 8
+    assert rows_cuda.shape_of(rows_cuda.SILU, 17408).cluster == 8
 
 
 @pytest.mark.parametrize("card", CARDS)

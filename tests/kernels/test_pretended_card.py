@@ -64,7 +64,7 @@ def sources(card: Card) -> dict[str, tuple[str, dict[str, int], str]]:
     assert tile is not None
     experts = experts_cuda.shape_of(card, layout, experts_cuda.SEVERAL)
     overlap = {"OVERLAP": int(card.pdl)}
-    norm = rows_cuda.shape_of(rows_cuda.NORM, 2048, clusters=card.arch == "sm_90")
+    norm = rows_cuda.shape_of(rows_cuda.NORM, 2048)
     return {
         "matmul": (matmul_cuda.matmul_source(), matmul_cuda.defines(card, layout, 24, tiling), card.target),
         "pack": (matmul_cuda.rows_source(), {"BULK": int(card.pdl)}, card.target),

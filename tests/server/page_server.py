@@ -37,6 +37,7 @@ class Script:
     finish: str = "stop"
     plain_answer: str | None = None  # when plain decoding is to differ
     models: tuple[str, ...] = ("bough-40m",)
+    proposes: str = "draft"
     bodies: list[dict[str, Any]] = field(default_factory=list)
     vanished: threading.Event = field(default_factory=threading.Event)
 
@@ -139,7 +140,8 @@ class _Handler(BaseHTTPRequestHandler):
             models = [{"id": name, "max_model_len": 8192} for name in self.server.script.models]
             self._answer(200, json.dumps({"data": models}).encode())
         elif name == "props":
-            self._answer(200, json.dumps({"sampling": {"temperature": 0.7, "top_k": 40}}).encode())
+            props = {"sampling": {"temperature": 0.7, "top_k": 40}, "proposes": self.server.script.proposes}
+            self._answer(200, json.dumps(props).encode())
         elif (PAGE / name).is_file() and "/" not in name:
             path = PAGE / name
             self._answer(200, path.read_bytes(), TYPES[path.suffix] + "; charset=utf-8")

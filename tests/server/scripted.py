@@ -28,6 +28,7 @@ class Bytes:
 
     vocab_size = 256
     bos_id = None
+    infill = None
 
     def encode(self, text: str, **_options) -> list[int]:
         return list(text.encode(errors="replace"))
@@ -46,6 +47,9 @@ Script = Callable[[TextRequest], Iterable[SessionEvent | float | Exception]]
 
 class ScriptedSession:
     """Yields the events of a script, sleeps for its numbers (seconds) and raises its exceptions."""
+
+    vector_spec = None
+    caches_prefixes = True
 
     def __init__(self, script: Script, *, max_ctx: int = 200_000, parallel: int = 1):
         self.script, self.max_ctx, self.parallel = script, max_ctx, parallel

@@ -12,13 +12,13 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from benchmarks.server_freeze import bodies, measure
 from bough.config import ServerConfig
 from bough.server import guard
 from bough.server.bodies import MAX_VALUES, too_many_values
 from bough.server.connections import Connections, accepts_at_once, most_connections
 from bough.server.schemas import MAX_LENGTHS, MAX_UNKNOWN
 from tests.server.live import Live, scripted
+from workshop.server_freeze import bodies, measure
 
 SCALE = 0.5
 STATUS = {"15M integers in an unknown field": 413, "28 MiB of escaped pairs": 400}
@@ -31,7 +31,7 @@ def test_no_body_freezes_the_server(pair_server: Live, name: str):
     status, took, worst = measure(pair_server.url, path, made())
     assert status == STATUS.get(name, 400)
     assert took < 10
-    assert worst < 1.5  # 0.5 s on a quiet machine: benchmarks/server_freeze.py
+    assert worst < 1.5  # 0.5 s on a quiet machine: workshop/server_freeze.py
 
 
 def test_a_prompt_that_cannot_fit_is_refused_by_its_bytes(pair_server: Live):
@@ -113,7 +113,7 @@ def opened(port: int, data: bytes = b"") -> socket.socket:
 def test_unfinished_requests_are_closed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(guard, "PIECE_S", 0.5)
     made = Connections.__init__
-    monkeypatch.setattr(Connections, "__init__", lambda self, limit: made(self, limit, head_s=0.5))
+    monkeypatch.setattr(Connections, "__init__", lambda self, limit, share: made(self, limit, head_s=0.5))
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
     with scripted() as server, contextlib.ExitStack() as stack:
         silent = stack.enter_context(opened(server.port))

@@ -196,7 +196,7 @@ def test_routes_without_v1(http: httpx2.Client):
     assert "/v1/chat/completions" in listed and "/chat/completions" not in listed
 
 
-@pytest.mark.parametrize("path", ["/completion", "/infill", "/embeddings", "/rerank", "/v1/embeddings"])
+@pytest.mark.parametrize("path", ["/slots", "/embedding", "/v1/audio/speech", "/lora-adapters"])
 def test_unknown_paths_are_not_found_by_any_method(http: httpx2.Client, path: str):
     for method in ("GET", "POST", "PUT", "DELETE", "HEAD"):
         assert http.request(method, path).status_code == 404, method

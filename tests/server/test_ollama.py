@@ -93,7 +93,6 @@ def test_what_is_there(http: httpx2.Client):
             {"messages": [{"role": "assistant", "tool_calls": [3]}]},
             "tool_calls[0].function",
         ),
-        ("generate", {"prompt": "x", "suffix": "y"}, "suffix is set"),
         ("generate", {"prompt": "x", "context": [1]}, "context is set"),
     ],
 )

@@ -265,12 +265,16 @@ def test_reasoning_is_separate(echo_server: Live):
     assert chat.choices[0].message.reasoning_content == "Hmm. Yes."
     assert chat.usage and chat.usage.completion_tokens_details
     assert chat.usage.completion_tokens_details.reasoning_tokens == 9
-    assert echo_server.session.seen[-1].thinking_budget == 2048
+    seen = echo_server.session.seen
+    assert (seen[-1].effort, seen[-1].thinking, seen[-1].thinking_budget) == ("low", True, None)
     response = client.responses.create(model="m", input="Hello", reasoning={"effort": "high"})
     assert [item.type for item in response.output] == ["reasoning", "message"]
-    assert echo_server.session.seen[-1].thinking_budget is None
+    assert seen[-1].effort == "high" and seen[-1].break_loops
     client.chat.completions.create(model="m", messages=ASK, reasoning_effort="none")
-    assert echo_server.session.seen[-1].thinking is False
+    assert (seen[-1].effort, seen[-1].thinking) == (None, False)
+    body = {"bough": {"break_loops": False}, "thinking_budget": 9}
+    client.chat.completions.create(model="m", messages=ASK, reasoning_effort="low", extra_body=body)
+    assert (seen[-1].break_loops, seen[-1].thinking_budget) == (False, 9)
 
 
 def test_trees_are_sent_on_request(pair_server: Live):

@@ -133,3 +133,54 @@ def test_a_stopped_answer_has_statistics(page_server: PageServer, open_page: Ope
     expect(page.locator(".prose")).to_contain_text("word word")
     page.click("#stop")
     expect(page.locator(".stats")).to_contain_text("tokens a second")
+
+
+@pytest.mark.parametrize("width", [390, 1360])
+@pytest.mark.parametrize("title", ["Hi", "Tell me a joke in one sentence.", "abc " * 32 + "ab", "x" * 130])
+def test_every_button_of_a_chat_is_on_the_screen(open_page: Open, width: int, title: str) -> None:
+    page = open_page(viewport={"width": width, "height": 800})
+    ask(page, title)
+    page.click("#open-chats")
+    sizes = page.evaluate("""() => {
+      const dialog = document.querySelector("#chats-dialog");
+      const rights = [...dialog.querySelectorAll("button")].map((each) => each.getBoundingClientRect().right);
+      return [dialog.scrollWidth, dialog.clientWidth, Math.max(...rights)];
+    }""")
+    assert sizes[0] == sizes[1] and sizes[2] <= width
+    page.get_by_role("button", name=f"Delete chat: {title[:20]}").click()
+    expect(page.get_by_role("button", name="Really delete chat")).to_be_in_viewport(ratio=1)
+
+
+def test_another_answer_has_another_seed(page_server: PageServer, open_page: Open) -> None:
+    page = open_page()
+    ask(page, "Hello")
+    for _ in range(2):
+        with page.expect_response("**/v1/chat/completions"):
+            page.click("[data-action=regenerate]")
+        expect(page.locator("#status")).to_have_text(
+            "The same text as before: at temperature 0 it always is."
+        )
+    page.click("#open-settings")
+    page.fill("[name=seed]", "7")
+    page.keyboard.press("Escape")
+    for _ in range(2):
+        with page.expect_response("**/v1/chat/completions"):
+            page.click("[data-action=regenerate]")
+        expect(page.locator("#status")).to_have_text(
+            "The same text as before: at temperature 0 it always is."
+        )
+        expect(page.locator(".message.assistant .stats")).to_be_visible()
+    seeds = [body["seed"] for body in page_server.script.bodies]
+    assert len(set(seeds)) == len(seeds) == 5
+
+
+def test_a_model_without_a_draft_says_so_and_leaves_its_room_to_the_chat(
+    page_server: PageServer, open_page: Open
+) -> None:
+    page_server.script.proposes = "lookup"
+    page = open_page()
+    expect(page.locator("#panel")).to_be_hidden()
+    page.click("#toggle-panel")
+    expect(page.locator("#panel-about")).to_contain_text("This model has no draft.")
+    page.reload()
+    expect(page.locator("#panel")).to_be_visible()

@@ -10,6 +10,7 @@ import torch
 
 from bough.config import EngineConfig
 from bough.gguf.reader import GGUFFile
+from bough.kernels.runtime import backends
 from bough.kernels.runtime.device import Card
 from bough.kernels.runtime.dry_run import DryRun
 from bough.memory.device import MemoryBudget
@@ -31,6 +32,7 @@ def fake_gpu(card: Card = H200) -> Iterator[None]:
         def replace(owner: object, name: str, value: object) -> None:
             stack.enter_context(patch.object(owner, name, value))
 
+        backends.reset()
         modules = [import_module(f"bough.kernels.{name}.cuda") for name in _KERNELS]
         for module in [import_module("bough.kernels.runtime.device"), *modules]:
             for name, value in (("card_of", card), ("usable", True), ("kind_of", card.arch)):
@@ -41,7 +43,7 @@ def fake_gpu(card: Card = H200) -> Iterator[None]:
         replace(torch.cuda, "get_device_capability", lambda device=None: capability)
         caches = [
             each
-            for module in [*modules, import_module("bough.kernels.quant_matmul.packed")]
+            for module in [*modules, import_module("bough.kernels.quant_matmul.int8_hopper")]
             for each in vars(module).values()
             if hasattr(each, "cache_clear")
         ]

@@ -17,7 +17,7 @@ from bough.engine.sampler import SamplingParams
 from bough.errors import UsageError
 from bough.hub.catalog import named
 from bough.session.loading import load_session
-from bough.session.prompts import CLOSING
+from bough.session.prompts import CLOSING, Prompts
 from bough.session.requests import (
     Finished,
     Grammar,
@@ -368,6 +368,20 @@ def test_reasoning_ends_at_its_budget(budget: int, grammar: Grammar | None) -> N
         assert found.text.startswith(("yes, because ", "no, because "))
 
 
+def test_an_effort_is_a_budget_where_the_template_has_no_word_for_it() -> None:
+    prompts = Prompts(session("plain").tokenizer, ChatTemplate(QWEN35), break_loops=False)
+    worded = Prompts(session("plain").tokenizer, ChatTemplate(QWEN35 + "{#- reasoning_effort 'low' #}"))
+
+    def limit(prompts: Prompts, **options: Any) -> int | None:
+        request = TextRequest(messages=MESSAGES, thinking=True, **options)
+        made = prompts.constraint(request, prompts.encode(request))
+        return None if made is None else made.spec.budget
+
+    assert limit(prompts, effort="low") == 2048 and limit(prompts, effort="high") is None
+    assert limit(prompts, effort="low", thinking_budget=5) == 5
+    assert limit(worded, effort="minimal") is None and limit(worded, effort="medium") == 8192
+
+
 def test_the_grammar_follows_reasoning_that_would_end_the_text() -> None:
     ends = {token: 50.0 for token in session("plain").tokenizer.stop_ids}
     sampling = SamplingParams(logit_bias=ends, seed=1)
@@ -426,7 +440,7 @@ def test_log_probabilities_come_with_the_text() -> None:
 
 def test_recommended_sampling_comes_from_the_card() -> None:
     made = session("plain")
-    assert made.card is not None and made.card.name == "bough-40m"
+    assert made.recommended.source == "the card bough-40m"
     assert made.sampling_for(None) == SamplingParams(temperature=0.7, top_p=0.95, top_k=40)
 
 

@@ -14,7 +14,7 @@ from bough.gguf.reader import GGUFFile
 from bough.memory.device import MemoryBudget, pick_device
 from bough.memory.planner import MemoryPlanner
 from bough.models.spec import ModelSpec
-from bough.session.loading import load_session, sampling_of
+from bough.session.loading import load_session
 from bough.session.session import Finished, Session, Text, TextRequest
 
 WARM = SamplingParams(temperature=1.0, seed=3)
@@ -81,15 +81,8 @@ def test_events_come_in_order(session: Session) -> None:
     assert kinds[0] is Progress and kinds[-1] is Finished and Finished not in kinds[:-1]
 
 
-def test_a_files_own_sampling_is_taken_where_no_card_is_known(tiny_model: Callable[..., Path]) -> None:
-    assert load_session(tiny_model()).sampling_for(None) == SamplingParams()
-    metadata = {
-        "general.sampling.temp": 0.6,
-        "general.sampling.top_k": 20,
-        "general.sampling.top_p": 7.0,
-        "general.sampling.min_p": "much",
-    }
-    assert sampling_of(metadata) == SamplingParams(temperature=0.6, top_k=20)
+def test_recommended_sampling_reaches_a_session(tiny_model: Callable[..., Path]) -> None:
+    assert load_session(tiny_model()).sampling_for(None) == SamplingParams()  # its file says greedy
 
 
 def test_token_ids_are_a_prompt_as_they_are(session: Session) -> None:

@@ -1,7 +1,7 @@
 """A draft and an MTP block in one tree, replayed on recorded steps: never worse than the better one alone.
 
 recorded_mixed.json holds one text of each of three suites: the embedded pair and an MTP block trained for it
-(benchmarks/mixed_replay.py).
+(workshop/mixed_replay.py).
 """
 
 import json
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.mixed_replay import MACHINES, chosen, fixed
+from workshop.mixed_replay import MACHINES, chosen, fixed
 
 SUITES = json.loads((Path(__file__).parent / "recorded_mixed.json").read_text())
 

@@ -253,7 +253,7 @@ def test_the_sandbox_exposes_nothing(name: str):
 )
 def test_endless_templates_are_stopped(source: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("bough.text.template.MAX_ITERATIONS", 20_000)
-    with pytest.raises(TemplateFailed, match=r"repeats over|writes over|Recursion"):
+    with pytest.raises(TemplateFailed, match=r"repeats over|writes over|makes over|Recursion"):
         evaluate(source)
 
 
@@ -427,3 +427,28 @@ def test_the_last_user_message_has_a_boundary():
     assert TEMPLATE.is_control_at(rendered.text, rendered.last_user_end)
     assert not TEMPLATE.is_control_at(rendered.text, rendered.last_user_end - 1)
     assert TEMPLATE.render(conversation).last_user_end is None
+
+
+# As Qwen3.8's: other words are refused.
+EFFORTS = """\
+{%- set reasoning_effort = reasoning_effort | default('xhigh') %}
+{%- if reasoning_effort not in ('xhigh', 'medium', 'low') %}{{ raise_exception('no such effort') }}{% endif %}
+{{- reasoning_effort }} {{ enable_thinking | default(true) }}"""
+
+
+@pytest.mark.parametrize(
+    ("wanted", "word"),
+    [("minimal", "low"), ("low", "low"), ("medium", "medium"), ("high", "xhigh"), ("max", "xhigh")],
+)
+def test_an_effort_reaches_the_template_in_its_own_words(wanted: str, word: str):
+    assert evaluate(EFFORTS, effort=wanted) == f"{word} True"
+    assert ChatTemplate(EFFORTS, effort=wanted).render([ASK]).text == f"{word} True"
+    assert evaluate(EFFORTS, effort=wanted, thinking=False) == "xhigh False"
+    assert evaluate(EFFORTS, effort=wanted, reasoning_effort="medium") == "medium True"
+
+
+def test_templates_without_a_word_for_an_effort_do_not_see_it():
+    assert evaluate(EFFORTS) == "xhigh True"
+    assert evaluate(EFFORTS.replace("'medium'", "'deep'"), effort="medium") == "xhigh True"
+    assert evaluate("{{ reasoning_effort is defined }}", effort="low") == "False"
+    assert TEMPLATE.effort("low") is None and render(ASK, effort="low") == render(ASK)

@@ -9,9 +9,11 @@ from typing import Any, Protocol
 from bough.bench.suites import Prompt
 from bough.engine.sampler import SamplingParams
 from bough.engine.stats import StepRecord
-from bough.session.requests import Finished, Text, TextRequest
+from bough.session.collected import GeneratedOutput
+from bough.session.requests import TextRequest
 from bough.session.session import Session
 
+SPEED, SCORED = 256, 640  # most tokens of an answer; a score of answers that were cut is too low
 RUN, TIMES = 12, 3  # an output loops once an n-gram of RUN tokens occurs TIMES times
 
 
@@ -19,9 +21,13 @@ RUN, TIMES = 12, 3  # an output loops once an n-gram of RUN tokens occurs TIMES 
 class Settings:
     """Settings shared by all prompts of a run."""
 
-    n_gen: int = 256
+    n_gen: int | None = None  # most tokens of an answer; None: SPEED, or SCORED where there is a score
     seed: int = 0
     thinking: bool | None = None
+
+    def limit(self, prompt: Prompt) -> int:
+        """Return the most tokens of a prompt's answer."""
+        return self.n_gen or (SPEED if prompt.score is None else SCORED)
 
 
 @dataclass(slots=True)
@@ -74,25 +80,21 @@ class LocalEndpoint:
         request = TextRequest(
             messages=messages,
             tools=prompt.tools,
-            max_tokens=settings.n_gen,
+            max_tokens=settings.limit(prompt),
             sampling=SamplingParams(temperature=temperature, seed=settings.seed),
             thinking=settings.thinking,
             draft_budget=budget,
             cancelled=self._cancelled,
         )
         memory = _PeakMemory(self._session.engine.target.device.type)
-        text = ""
-        finished: Finished | None = None
+        output = GeneratedOutput()
         for event in self._session.generate(request):
-            match event:
-                case Text(piece):
-                    text += piece
-                case Finished():
-                    finished = event
+            output.add(event)
+        finished = output.finished
         assert finished is not None
         stats, loop = finished.stats, loop_start(finished.tokens)
         return Measurement(
-            text=text if text else self._session.tokenizer.decode(finished.tokens),
+            text=output.text or self._session.tokenizer.decode(finished.tokens),
             finish=finished.reason,
             tokens=stats.generated_tokens,
             prompt_tokens=stats.prompt_tokens,

@@ -62,7 +62,7 @@ class RemoteEndpoint:
         body: dict[str, Any] = {
             "model": self._model,
             "messages": list(messages),
-            "max_tokens": self._settings.n_gen,
+            "max_tokens": self._settings.limit(prompt),
             "temperature": temperature,
             "seed": self._settings.seed,
             "stream": True,

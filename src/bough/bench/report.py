@@ -5,12 +5,14 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from bough.bench import measure
 from bough.bench.runner import PLAIN, Result
 
 Figure = dict[str, float]  # mean, sd and n
 Row = dict[str, Any]
 NOISE = 2.0  # standard errors that a change must exceed
 LEAST = 0.01  # and the share of the old value that it must exceed
+CUT = 0.05  # share of cut answers above which a score is not to be believed
 BUSY = 0.5  # load per CPU above which times are unreliable
 
 DEFINITIONS = """\
@@ -103,6 +105,7 @@ def _row(key: tuple[Any, ...], group: Sequence[Result], plain: Mapping[Any, Resu
         if budget != PLAIN
         else None,
         "score": of("right"),
+        "cut": figure([float(line["finish"] == "length") for line in group if line.get("right") is not None]),
         "plain_score": figure([float(old["right"]) for old, _ in pairs if old["right"] is not None]),
         "loops": of("loops"),
     }
@@ -142,7 +145,7 @@ def _speed(row: Row) -> list[str]:
         spread(row["speedup"], 2),
         spread(row["acceptance_length"], 2),
         percent(row["identical"]),
-        percent(row["score"]),
+        _score(row),
     ]
 
 
@@ -172,6 +175,12 @@ def spread(found: Figure | None, digits: int) -> str:
     return f"{found['mean']:.{digits}f}" + (f" ± {found['sd']:.{digits}f}" if found["n"] > 1 else "")
 
 
+def _score(row: Row) -> str:
+    """Return a score with the number of its answers that were cut."""
+    cut = round(row["cut"]["mean"] * row["cut"]["n"]) if row["cut"] else 0
+    return percent(row["score"]) + (f", {cut} of {row['cut']['n']} cut" if cut else "")
+
+
 def percent(found: Figure | None) -> str:
     return "–" if found is None else f"{100 * found['mean']:.0f}%"
 
@@ -186,7 +195,7 @@ def markdown(
         sections.append("\n".join("| " + " | ".join(each) + " |" for each in table) + "\n")
     sections.append(f"Command: `{head['command']}`\n")
     skipped = [f"{line['prompt']} was skipped: {line['skipped']}." for line in lines if "skipped" in line]
-    remarks = [floor(head), disturbance(head), *skipped[:3]]
+    remarks = [floor(head), disturbance(head), cut_short(lines), *skipped[:3]]
     sections += [" ".join(each for each in remarks if each) + "\n"] if any(remarks) else []
     sections += [f"![{name}]({path})\n" for name, path in (pictures or {}).items()]
     return "\n".join(sections)
@@ -201,18 +210,28 @@ def subject(head: Result) -> str:
     return f"{head['settings']['model']} on {head['device']}"
 
 
+def _version(head: Result) -> str:
+    return head.get("bough") or head["treeflash"]  # the name before the renaming
+
+
 def _machine(head: Result) -> str:
     settings = head["settings"]
     if "url" in settings:
         return (
-            f"{head['date'][:10]}, measured at the client by Bough {head['bough']} "
-            f"({head['commit']}), at most {settings['n_gen']} tokens, seed {settings['seed']}."
+            f"{head['date'][:10]}, measured at the client by Bough {_version(head)} "
+            f"({head['commit']}), {_limit(settings)}, seed {settings['seed']}."
         )
     draft = f", draft {settings['draft']}" if settings.get("draft") else ", no draft"
     return (
-        f"{head['date'][:10]}, Bough {head['bough']} ({head['commit']}), torch {head['torch']}, "
-        f"{head['threads']} CPU threads{draft}, at most {settings['n_gen']} tokens, seed {settings['seed']}."
+        f"{head['date'][:10]}, Bough {_version(head)} ({head['commit']}), torch {head['torch']}, "
+        f"{head['threads']} CPU threads{draft}, {_limit(settings)}, seed {settings['seed']}."
     )
+
+
+def _limit(settings: Mapping[str, Any]) -> str:
+    if settings["n_gen"]:
+        return f"at most {settings['n_gen']} tokens"
+    return f"at most {measure.SPEED} tokens, {measure.SCORED} where answers are scored"
 
 
 def floor(head: Result) -> str:
@@ -224,6 +243,18 @@ def floor(head: Result) -> str:
         f"Bandwidth bound: plain decoding reads {weights / 1e6:,.0f} MB of weights per token; at the "
         f"measured {speed / 1e9:.1f} GB/s that takes {1000 * weights / speed:.2f} ms, so its throughput is "
         f"at most {speed / weights:.1f} tok/s."
+    )
+
+
+def cut_short(lines: Sequence[Result]) -> str:
+    """Return a warning if the limit cut so many scored answers that the score says little."""
+    scored = [line for line in lines if line.get("right") is not None]
+    cut = sum(line["finish"] == "length" for line in scored)
+    if cut <= CUT * len(scored):
+        return ""
+    return (
+        f"**{cut} of {len(scored)} scored answers were cut** by the limit of tokens: the scores are too low. "
+        "A larger `-n` leaves room."
     )
 
 

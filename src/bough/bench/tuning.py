@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from bough.gguf.types import QuantType
+from bough.kernels.check.inputs import random_rows
 from bough.kernels.quant_matmul import cuda
 from bough.kernels.quant_matmul.layout import Layout, PackedWeight, pack
 from bough.kernels.quant_matmul.rows import BUCKETS
@@ -31,11 +32,6 @@ LAYERS_27B: tuple[Shapes, ...] = (
     (((Q.Q4_K, 34816),), 5120),
     (((Q.Q4_K, 5120),), 17408),
 )
-# Bytes of a block that are float16 scales or minima, by their offsets.
-HALVES = {
-    Q.Q4_0: (0,), Q.Q4_1: (0, 2), Q.Q5_0: (0,), Q.Q5_1: (0, 2), Q.Q8_0: (0,), Q.Q3_K: (108,), Q.Q4_K: (0, 2),
-    Q.Q5_K: (0, 2), Q.Q6_K: (208,), Q.IQ4_NL: (0,), Q.IQ4_XS: (0,), Q.MXFP4: (),
-}  # fmt: skip
 _MARGIN = 0.01  # by which a tiling must be faster than the built-in one
 _CACHES = 3  # a stack is at least this many times as large as the L2 cache
 
@@ -61,7 +57,7 @@ class Found:
 def candidates(card: Card, bucket: int, layouts: Iterable[Layout]) -> list[Tiling]:
     """Return the built-in tiling, and those that differ in one or two settings; each variant once."""
     built_in, layouts = built_in_tilings(card.arch)[bucket], list(layouts)
-    other, grouped = not built_in.halfway, cuda.grouped(card)
+    other, grouped = not built_in.halfway, cuda.grouped(card, bucket)
     tried = [
         built_in,
         replace(built_in, wide=not built_in.wide),
@@ -203,20 +199,3 @@ def random_steps(shapes: Iterable[Shapes], device: torch.device) -> list[Step]:
 
 def _copy(weight: PackedWeight) -> PackedWeight:
     return replace(weight, data=weight.data.clone())
-
-
-def random_rows(type: QuantType, rows: int, columns: int, generator: torch.Generator) -> Tensor:
-    """Return random packed rows, uint8 [rows, row bytes], with scales that a trained matrix could have."""
-    count, device = rows * columns // type.block_elements, generator.device
-    if type in (Q.F16, Q.BF16, Q.F32):
-        dtype = {Q.F16: torch.float16, Q.BF16: torch.bfloat16, Q.F32: torch.float32}[type]
-        values = torch.randn(rows, columns, device=device, generator=generator) * 0.02
-        return values.to(dtype).view(torch.uint8)
-    shape = (count, type.block_bytes)
-    data = torch.randint(0, 256, shape, dtype=torch.uint8, device=device, generator=generator)
-    for offset in HALVES[type]:
-        values = torch.randn(count, 1, device=device, generator=generator) * 1e-3
-        data[:, offset : offset + 2] = values.half().view(torch.uint8)
-    if type == Q.MXFP4:
-        data[:, 0] = torch.randint(112, 124, (count,), dtype=torch.uint8, device=device, generator=generator)
-    return data.view(rows, -1)

@@ -12,10 +12,6 @@ import typer
 
 from bough.cli import speculation, view
 from bough.cli.bench_run import (
-    COMPRESS,
-    COMPRESS_TEXTS,
-    SHARE,
-    STEP,
     BenchRun,
     Grid,
     measure_local,
@@ -23,7 +19,7 @@ from bough.cli.bench_run import (
 )
 from bough.cli.command import INTERRUPTED
 from bough.cli.interrupt import held
-from bough.cli.loading import LoadingBar, choose, find
+from bough.cli.loading import choose
 from bough.cli.options import (
     HARDWARE,
     EngineOptions,
@@ -48,16 +44,13 @@ if TYPE_CHECKING:
 
 BUILTIN = "builtin"
 SUITES = ("humaneval", "gsm8k", "math500", "mbpp", "mtbench", BUILTIN, "agent", "sweep")
-SUITES += (STEP, SHARE, COMPRESS)
 _measured, _output, _server = panel("What is measured"), panel("Output"), panel("Server")
 
 Suites = Annotated[
     str,
     typer.Argument(
         metavar="SUITES",
-        help="Of humaneval, gsm8k, math500, mbpp, mtbench, builtin, agent, sweep, with commas between; "
-        "or step: where the time of a single step goes; or share: a page about this machine, ready for an "
-        "issue; or compress: what MODEL keeps as a scorer.",
+        help="Of humaneval, gsm8k, math500, mbpp, mtbench, builtin, agent, sweep, with commas between.",
     ),
 ]
 
@@ -74,8 +67,15 @@ class MeasureOptions:
         ),
     ] = None
     n_gen: Annotated[
-        int, _measured("--n-gen", "-n", min=2, metavar="N", help="Most tokens of an answer.")
-    ] = 256
+        int | None,
+        _measured(
+            "--n-gen",
+            "-n",
+            min=2,
+            metavar="N",
+            help="Most tokens of an answer. Default: 256, and 640 where answers are scored.",
+        ),
+    ] = None
     seed: Annotated[int, _measured("--seed", min=0, help="Of sampling.")] = 0
     temperature: Annotated[
         str | None, _measured("--temperature", "-t", metavar="X[,X]", help="Default: 0; sweep: 0,0.8.")
@@ -94,7 +94,7 @@ class MeasureOptions:
         _measured(
             "--context",
             metavar="N[,N]",
-            help="In sweep: tokens before the prompt, 0,1k,4k; in compress: of a text, 4k.",
+            help="In sweep: tokens before the prompt, 0,1k,4k.",
         ),
     ] = None
     fixed: Annotated[
@@ -103,12 +103,6 @@ class MeasureOptions:
             "--fixed", help="Verify trees of the whole budget, even if they do not pay; sweep always does."
         ),
     ] = False
-    predict: Annotated[
-        str | None,
-        _measured(
-            "--predict", metavar="CARD", help="In step: estimate another card's, such as 3090; runs nothing."
-        ),
-    ] = None
     thinking: Annotated[
         bool,
         _measured("--think/--no-think", help="Let models reason first, where they can.", show_default=False),
@@ -212,8 +206,6 @@ def bench(
     bough bench builtin,agent model.gguf --json now.json --plot pictures
 
     bough bench builtin --url http://127.0.0.1:8000 --prompts 2
-
-    bough bench share model.gguf --markdown my-card.md
     """
     suites, model = in_order(suites, model)
     chosen = [each.strip() for each in suites.split(",") if each.strip()]
@@ -229,12 +221,6 @@ def bench(
         from bough.bench import plots
     if output.plot is not None:
         plots.require()
-    if chosen == [COMPRESS]:
-        return _compress(model, measured, grid, engine, output, screen)
-    _check_predict(chosen, measured.predict)
-    if chosen in ([STEP], [SHARE]):
-        target, config = _local(model, speculating, config, grid, offline=engine.offline, screen=screen)
-        return _one_step(chosen[0], target, config, screen, output, measured=measured)
     loaded = _prompts(chosen, measured, grid, offline=engine.offline or environment().offline)
     run = _run(chosen, measured, config, output)
     if remote.url is not None:
@@ -303,126 +289,6 @@ def _run(
     return BenchRun(ResultFile(output.path), head, settings, resume=output.resume, quiet=output.quiet)
 
 
-def _check_predict(suites: Sequence[str], predict: str | None) -> None:
-    if predict is not None and list(suites) != [STEP]:
-        raise UsageError(f"--predict is for the suite step, not for {','.join(suites)}")
-
-
-def _one_step(
-    kind: str,
-    target: Chosen,
-    config: EngineConfig,
-    screen: view.Screen,
-    output: OutputOptions,
-    *,
-    measured: MeasureOptions,
-) -> None:
-    if kind == SHARE:
-        _share(target, config, screen, output, tokens=measured.n_gen)
-    elif measured.predict is not None:
-        _predict(target, config, measured.predict, output)
-    else:
-        _step(target, config, screen, output)
-
-
-def _predict(target: Chosen, config: EngineConfig, card: str, output: OutputOptions) -> None:
-    """Show what steps would take on another card."""
-    from bough.bench import predict
-
-    result = predict.predict(target.path, config, card)
-    columns, *cases = predict.lines(result)
-    view.table(f"Prediction for {result['card']}: {target.path.name}", columns, cases)
-    view.plain(
-        f"Nothing was measured on such a card. From its {result['bandwidth_gb_s']} GB/s and the shares of "
-        "its read bandwidth that an H200 reached; tok/s at an acceptance length, the draft included."
-    )
-    _written(result, output)
-
-
-def _share(
-    target: Chosen, config: EngineConfig, screen: view.Screen, output: OutputOptions, *, tokens: int
-) -> None:
-    """Measure, show and save what an issue about another card needs."""
-    from bough.bench import share
-    from bough.session.loading import load_session
-
-    if config.speculation is not None:
-        config = replace(config, speculation=replace(config.speculation, adaptive=False))
-    with LoadingBar(target.path.name, screen) as bar:
-        session = load_session(target.path, config, progress=bar.reading, warming=bar.warming)
-    result = share.measure(session, tokens=min(tokens, share.TOKENS)) | {"model": target.path.name}
-    path = output.markdown or Path("bough-share.md")
-    share.save(result, path)
-    view.plain(share.page(result))
-    screen.note(f"The same is in {path}; paste it into an issue.")
-    _written(result, output)
-
-
-def _written(result: dict[str, Any], output: OutputOptions) -> None:
-    if output.json_file is not None:
-        output.json_file.write_text(json.dumps(result, indent=1), encoding="utf-8")
-    if not sys.stdout.isatty():
-        view.print_json(result)
-
-
-def _step(target: Chosen, config: EngineConfig, screen: view.Screen, output: OutputOptions) -> None:
-    """Measure and show where the time of single steps goes, by their number of rows."""
-    from bough.bench import step as bench_step
-
-    with LoadingBar(target.path.name, screen) as bar:
-        result = bench_step.bench_step(
-            target.path,
-            config,
-            save=output.path,
-            progress=bar.reading,
-            compiling=bar.compiling,
-            warming=bar.warming,
-        )
-    columns, *cases = bench_step.lines(result)
-    view.table(f"Steps of {target.path.name}", columns, cases)
-    if parts := bench_step.part_lines(result):
-        view.table("Milliseconds of verify, sampling and accepting, by part", parts[0], parts[1:])
-    _written(result, output)
-
-
-def _compress(
-    model: str | None,
-    options: MeasureOptions,
-    grid: Grid,
-    engine: EngineOptions,
-    output: OutputOptions,
-    screen: view.Screen,
-) -> None:
-    """Measure and show which facts compression keeps with the attention of a model, and with other rules."""
-    from bough.bench import compress_run, machine
-    from bough.memory.device import pick_device
-
-    path = find(model, think=None, offline=engine.offline or environment().offline, screen=screen).path
-    device = pick_device(engine.device)
-    texts = options.prompts or COMPRESS_TEXTS
-    facts = {
-        "suites": COMPRESS,
-        "model": path.name,
-        "texts": texts,
-        "seed": options.seed,
-        "device": str(device),
-    }
-    head = machine.head(facts, shlex.join(["bough", *sys.argv[1:]]))
-    found: list[dict[str, Any]] = []
-    for length, rows in compress_run.run(path, grid.contexts, texts, device=device, seed=options.seed):
-        found += rows
-        columns, cells = compress_run.table(rows)
-        view.table(f"Facts kept of {length:,} tokens, {path.stem}", columns, cells, texts=("task",))
-        with output.path.open("a", encoding="utf-8") as file:
-            file.writelines(f"{json.dumps(head | row)}\n" for row in rows)
-        if output.plot is not None:
-            output.plot.mkdir(parents=True, exist_ok=True)
-            compress_run.plot(rows, output.plot / f"compress-{length}.svg", f"{path.stem}, {length:,} tokens")
-    if output.json_file is not None:
-        output.json_file.write_text(json.dumps(head | {"rows": found}, indent=1), encoding="utf-8")
-    view.print_json(head | {"rows": found})
-
-
 def _document(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -458,8 +324,9 @@ def _show(
     headings = (report.title(head), "Steps")
     for heading, (columns, cases) in zip(headings, report.tables(found).items(), strict=True):
         view.table(heading, columns, cases)
-    if disturbed := report.disturbance(head):
-        screen.notice(disturbed.replace("**", ""))
+    for remark in (report.disturbance(head), report.cut_short(found)):
+        if remark:
+            screen.notice(remark.replace("**", ""))
     skipped = sum("skipped" in line for line in found)
     if skipped:
         screen.notice(f"{skipped} answers were left out: the prompt does not fit in the context.")

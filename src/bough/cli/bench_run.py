@@ -24,11 +24,6 @@ if TYPE_CHECKING:
     from bough.session.session import Session
 
 SWEEP = "sweep"
-STEP = "step"
-SHARE = "share"
-COMPRESS = "compress"
-COMPRESS_CONTEXTS = (4096,)
-COMPRESS_TEXTS = 8
 SWEEP_BUDGETS = (4, 8, 16, 22, 32, 48, 63)
 SWEEP_TEMPERATURES = (0.0, 0.8)
 SWEEP_CONTEXTS = (0, 1024, 4096)
@@ -58,13 +53,13 @@ class Grid:
     ) -> "Grid":
         """Return the lists in the options; refuse those that do not go with the suites."""
         _check_suites(suites)
-        if context is not None and SWEEP not in suites and COMPRESS not in suites:
-            raise UsageError("--context is for the suites sweep and compress")
+        if context is not None and SWEEP not in suites:
+            raise UsageError("--context is for the suite sweep")
         budgets = None if budget is None else numbers("--budget", budget, int, low=1, high=63)
         if budgets and len(budgets) > 1 and set(suites) != {SWEEP}:
             raise UsageError(f"--budget is {budget}, several are for the suite sweep alone")
         heats = None if temperature is None else numbers("--temperature", temperature, float, low=0, high=100)
-        contexts = list(COMPRESS_CONTEXTS if COMPRESS in suites else SWEEP_CONTEXTS)
+        contexts = list(SWEEP_CONTEXTS)
         if context is not None:
             contexts = numbers("--context", context, int, low=0, high=1 << 22)
         return cls(heats, budgets, contexts)
@@ -83,9 +78,9 @@ def _check_suites(suites: Sequence[str]) -> None:
         raise UsageError("no suite was named", "bough bench builtin")
     if len(set(suites)) < len(suites):
         raise UsageError(f"a suite is named twice in {','.join(suites)}, needed once")
-    for alone in (STEP, SHARE, COMPRESS):
-        if alone in suites and len(suites) > 1:
-            raise UsageError(f"{alone} measures no answers, and goes with no other suite")
+    for command in ("step", "share"):
+        if command in suites:
+            raise UsageError(f"{command} is no suite, but a command of its own", f"bough {command} MODEL")
 
 
 def numbers(flag: str, text: str, kind: type, *, low: float, high: float) -> list[Any]:

@@ -1,6 +1,7 @@
 """The classes of commands: errors become two lines, or one JSON object, and an exit code."""
 
 import contextlib
+import errno
 import sys
 from collections.abc import Generator
 from typing import Any
@@ -52,7 +53,9 @@ def _usage_errors(ctx: Any) -> Generator[None]:
         text = error.format_message()
         for theirs, ours in _WORDS.items():
             text = text.replace(theirs, ours)
-        usage = UsageError(f"{text[:1].lower()}{text[1:]}", f"{(error.ctx or ctx).command_path} --help")
+        within = error.ctx or ctx
+        path = [within.command_path, *([ctx.invoked_subcommand] if error.ctx is None else [])]
+        usage = UsageError(f"{text[:1].lower()}{text[1:]}", f"{' '.join(filter(None, path))} --help")
         raise typer.Exit(report_error(usage, as_json=ctx.meta[__name__])) from None
 
 
@@ -107,6 +110,15 @@ class _Unexpected(BoughError):
     exit_code = UNEXPECTED
 
 
+def _room(error: OSError) -> str:
+    """Return what helps where a disk is full or may not be written; nothing for other errors."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "free some space; bough doctor shows how much there is"
+    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return "name a folder that may be written: --output and XDG_CACHE_HOME say where files go"
+    return ""
+
+
 def _as_ours(error: Exception) -> BoughError:
     """Return any error as one of ours, with a message for users."""
     if isinstance(error, BoughError):
@@ -117,6 +129,7 @@ def _as_ours(error: Exception) -> BoughError:
         isinstance(error, MemoryError)
         or type(error).__name__ == "OutOfMemoryError"
         or "can't allocate" in message
+        or "failed to map segment" in message  # of a library, under a limit of the address space
     ):
         first = message.splitlines()[0] if message else "an allocation failed"
         return ResourceError(
@@ -124,7 +137,9 @@ def _as_ours(error: Exception) -> BoughError:
             "lower --max-ctx, close other programs, or take a smaller model or quantisation",
         )
     if isinstance(error, OSError) and error.filename is not None:
-        return BoughError(f"{error.filename}: {error.strerror}")
+        return BoughError(f"{error.filename}: {error.strerror}", _room(error))
+    if isinstance(error, OSError) and _room(error):
+        return ResourceError(f"{error.strerror} for a file that was being written", _room(error))
     where = f"{type(error).__name__}: {message}" if message else type(error).__name__
     return _Unexpected(
         f"this should not have happened: {where}",

@@ -7,8 +7,9 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,12 +18,19 @@ import typer
 
 import bough
 from bough.cli import view
+from bough.cli.kernel_report import gpu_report
+from bough.cli.loading import show_warnings
+from bough.errors import UsageError
 from bough.memory.host import physical_memory
 
 LIBRARIES = ("numpy", "safetensors", "tokenizers", "jinja2", "huggingface-hub", "typer", "rich")
 LOW_DISK = 20 << 30  # a 27B model at four bits takes 17 GB
 BFLOAT16_CAPABILITY = (8, 0)
 BROKEN = 1
+GPU_KERNELS = "gpu kernel: "
+CUDA_TORCH = (
+    "pip install torch --index-url https://download.pytorch.org/whl/cu130 (cu126 for drivers before 580)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,24 +43,47 @@ class Check:
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    gpu: Annotated[
+        bool,
+        typer.Option("--gpu", help="Run every kernel on this GPU; print one table, to paste into an issue."),
+    ] = False,
 ) -> None:
-    """Check this machine: Python, PyTorch, GPU, memory, disk, model cache, and a test of the kernels.
+    """Check this machine: Python, PyTorch, GPU, memory, disk, model cache, and the kernels.
 
     The exit code is 1 when something is broken. Having no GPU is not.
     """
     screen = view.Screen(quiet=as_json)
+    if gpu:
+        if as_json:
+            raise UsageError("--gpu prints Markdown, --json JSON", "leave one of them out")
+        show_warnings(screen)
+        if not gpu_report(screen):
+            raise typer.Exit(BROKEN)
+        return
     found = []
     with screen.waiting("Checking"):
-        for part in (system, pytorch, native_code, resources, models, kernels):
+        for part in (system, pytorch, native_code, resources, models, caches, kernels):
             found += part()
     broken = [check.name for check in found if check.status == "fail"]
     if as_json:
         view.print_json({"ok": not broken, "checks": [asdict(check) for check in found]})
     else:
         view.checks([(check.status, check.name, check.detail, check.hint) for check in found])
-        view.plain(f"\n{len(broken)} broken: {', '.join(broken)}" if broken else "\nEverything works.")
+        view.plain("\n" + verdict(found))
     if broken:
         raise typer.Exit(BROKEN)
+
+
+def verdict(found: Sequence[Check]) -> str:
+    """Return what all checks come to."""
+    broken = [check.name for check in found if check.status == "fail"]
+    warned = [check.name for check in found if check.status == "warn"]
+    if broken:
+        return f"{len(broken)} broken: {', '.join(broken)}"
+    noted = f", with {len(warned)} warning{'s' * (len(warned) > 1)}: {', '.join(warned)}" if warned else ""
+    if any(check.name.startswith(GPU_KERNELS) for check in found):
+        return f"All that was tried works{noted}. `bough doctor --gpu` tries every kernel on this GPU."
+    return f"Everything works{noted}."
 
 
 def system() -> Iterator[Check]:
@@ -74,12 +105,21 @@ def pytorch() -> Iterator[Check]:
         return
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
     yield Check("torch", "ok", f"{torch.__version__}, {build}, {torch.get_num_threads()} threads")
-    triton = _version("triton")
-    if triton:
-        yield Check("triton", "ok", triton)
-    else:
-        yield Check("triton", "note", "not installed: kernels run in plain PyTorch, which is slower on a GPU")
+    yield _triton(torch)
     yield from _graphics(torch)
+
+
+def _triton(torch: Any) -> Check:
+    """Return whether the language is there in which most of a GPU's kernels are written."""
+    from bough.memory.device import TRITON_ON_WINDOWS, triton_version
+
+    version = triton_version()
+    if version is not None:
+        return Check("triton", "ok", version)
+    if not torch.cuda.is_available():
+        return Check("triton", "note", "not installed: only a GPU needs it")
+    hint = TRITON_ON_WINDOWS if platform.system() == "Windows" else "pip install triton"
+    return Check("triton", "fail", "not installed: without it models run on the CPU alone", hint)
 
 
 def native_code() -> Iterator[Check]:
@@ -104,7 +144,7 @@ def _graphics(torch: Any) -> Iterator[Check]:
     elif driver is None:
         yield Check("gpu", "note", "none: no NVIDIA driver is loaded; models run on the CPU, slowly")
     elif torch.version.cuda is None:
-        hint = "install a PyTorch with CUDA: https://pytorch.org/get-started/locally"
+        hint = f"install a PyTorch with CUDA: {CUDA_TORCH}"
         yield Check("gpu", "warn", f"not used: driver {driver} is there, but this PyTorch has no CUDA", hint)
     else:
         yield _no_card(torch, driver)
@@ -181,7 +221,14 @@ def models() -> Iterator[Check]:
     existing = next(folder for folder in (cache, *cache.absolute().parents) if folder.exists())
     free = shutil.disk_usage(existing).free
     hint = "set HF_HOME to a folder on a larger disk" if free < LOW_DISK else ""
-    yield Check("disk", "warn" if hint else "ok", f"{view.amount(free)} free for the model cache", hint)
+    detail = f"{view.amount(free)} free for the model cache"
+    try:
+        with tempfile.TemporaryFile(dir=existing) as file:
+            file.write(bytes(4096))
+    except OSError as error:
+        detail = f"{existing} cannot be written ({error.strerror}): no model can be fetched"
+        hint = hint or "set HF_HOME to a folder that may be written"
+    yield Check("disk", "warn" if hint else "ok", detail, hint)
     token = get_token()
     yield Check(
         "hub token",
@@ -195,15 +242,56 @@ def kernels() -> Iterator[Check]:
         import torch
 
         from bough.cli import selftest
+        from bough.kernels.native.library import find_library
+        from bough.memory.device import triton_version
     except (ImportError, OSError) as error:
         yield Check("kernels", "fail", f"cannot be tested: {error}", "see the torch line")
         return
-    for device in ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]:
-        tests = selftest.tests(torch.device(device))
-        if device == "cuda" and _version("triton"):
-            tests["triton"] = selftest.triton_kernel
-        for name, test in tests.items():
-            yield _timed(f"{name} ({device})", test, selftest.TOLERANCE[device])
+    tests = selftest.tests(torch.device("cpu"))
+    if find_library()[0] is not None:
+        tests["native step"] = selftest.native_answer
+    for name, test in tests.items():
+        yield _timed(f"{name} (cpu)", test, selftest.TOLERANCE)
+    if torch.cuda.is_available() and triton_version() is not None:
+        yield from _gpu_kernels(torch.device("cuda", torch.cuda.current_device()))
+
+
+def _gpu_kernels(device: Any) -> Iterator[Check]:
+    """Run the kernels in which a step spends its time against their references."""
+    from bough.cli import selftest
+    from bough.kernels.check.run import check
+
+    for case in selftest.hot_cases(device):
+        start = time.perf_counter()
+        result, name = check(case), f"{GPU_KERNELS}{case.operation}, {case.variant}"
+        if result.failure:
+            hint = "the first start replaces it; `bough doctor --gpu` shows all; --device cpu avoids the GPU"
+            yield Check(name, "fail", result.failure, hint)
+        else:
+            elapsed = 1000 * (time.perf_counter() - start)
+            yield Check(name, "ok", f"relative error {result.error:.1e}, {elapsed:.0f} ms")
+
+
+def caches() -> Iterator[Check]:
+    """Yield whether the folders can be written that a start writes to."""
+    try:
+        from huggingface_hub import constants
+
+        from bough.kernels.runtime.nvrtc import cache_folder
+    except (ImportError, OSError):
+        return
+    folders = {"model cache": Path(constants.HF_HUB_CACHE), "kernel cache": cache_folder()}
+    for name, folder in folders.items():
+        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        try:
+            with tempfile.TemporaryFile(dir=existing) as file:
+                file.write(b"bough doctor")
+        except OSError as error:
+            hint = "set HF_HOME" if name == "model cache" else "set TRITON_CACHE_DIR"
+            detail = f"{folder} cannot be written: {error.strerror or error}"
+            yield Check(f"{name}, writing", "warn", detail, f"{hint} to a folder that can be")
+        else:
+            yield Check(f"{name}, writing", "ok", str(folder))
 
 
 def _timed(name: str, test: Callable[[], float], tolerance: float) -> Check:

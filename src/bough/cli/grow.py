@@ -1,8 +1,11 @@
 """`bough grow`: the built-in pair, or another, extended to a larger shape."""
 
+import importlib
 import shlex
+import sys
 from enum import StrEnum
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated
 
 import typer
@@ -44,7 +47,8 @@ def grow(
 ) -> None:
     """Write a model of a larger shape that answers as the built-in pair does.
 
-    It shows what a shape costs, with real text and real acceptance, and needs no download.
+    It shows what a shape costs, with real text and real acceptance, and needs no download. It is a tool of
+    the workshop: it works from a checkout of the repository.
 
     bough grow --preset double -o grown
     """
@@ -54,7 +58,7 @@ def grow(
         raise UsageError(f"--draft is {draft}, but the built-in pair has its own", "--from names its target")
     screen = view.Screen()
     with screen.waiting("Starting PyTorch"), held():
-        from bough.convert.grow import grow as write_pair
+        write_pair = _workshop().grow
     with screen.loading("Writing") as bar:
         grown = write_pair(
             output,
@@ -81,6 +85,19 @@ def grow(
         rows.append(("taps", ", ".join(map(str, grown.taps))))
         rows.append(("try it", _example(grown.target)))
     view.sections(f"Grown to {grown.shape.name}", {"Result": rows})
+
+
+def _workshop() -> ModuleType:
+    """Return the module that grows pairs: it is in a checkout, not in the wheel."""
+    package = Path(__file__).parents[1]
+    root = package.parents[1]
+    if not (root / "workshop" / "grow").is_dir():
+        raise UsageError(
+            f"`bough grow` needs a checkout of the repository; this Bough is installed in {package.parent}",
+            "`git clone` it, then `pip install -e .` in its folder",
+        )
+    sys.path.append(str(root))
+    return importlib.import_module("workshop.grow.grow")
 
 
 def _example(target: Path) -> str:

@@ -21,6 +21,8 @@ from bough.memory.host import physical_memory
 BYTES_PER_WEIGHT = 0.61  # of Q4_K_M, which the cards name
 # A model needs about this much more than its file: draft, buffers, a context of some thousand tokens.
 OVERHEAD, RUNNING = 1.1, 1 << 30
+CPU = "CPU"
+SLOW = 5e9  # bytes that are read for each token: at the 25 GB/s of a usual CPU five tokens a second
 
 
 def list_models(
@@ -51,7 +53,7 @@ def list_models(
         "available": _available(found),
     }
     for row in (*facts["built_in"], *facts["models"], *facts["available"]):
-        row["fits"] = _does_fit(row["size_bytes"], memory)
+        row |= {"fits": _does_fit(row["size_bytes"], memory), "slow": _is_slow(row, device)}
     if as_json:
         view.print_json(facts)
     else:
@@ -60,6 +62,26 @@ def list_models(
 
 def _does_fit(size: int, memory: int) -> bool:
     return OVERHEAD * size + RUNNING <= memory
+
+
+def _is_slow(row: dict[str, Any], device: str) -> bool:
+    """Return whether a CPU reads so much for a token that few come in a second."""
+    share = re.search(r"([0-9.]+)b-a([0-9.]+)b", f"{row['name']} {row.get('card') or ''}".lower())
+    active = float(share[2]) / float(share[1]) if share else 1.0
+    return device == CPU and row["size_bytes"] * active > SLOW
+
+
+def suggestion() -> str | None:
+    """Return the short name of the largest model that fits on this machine and is not slow here."""
+    device, memory = _memory()
+    room = memory // 2 if device == CPU else memory  # other programs use a CPU's memory, too
+    sizes = {card.name: _about(card) for card in catalog.cards() if card.target}
+    fitting = {
+        name: size
+        for name, size in sizes.items()
+        if _does_fit(size, room) and not _is_slow({"name": name, "size_bytes": size}, device)
+    }
+    return max(fitting, key=lambda name: fitting[name]) if fitting else None
 
 
 def _quantisations(name: str, *, as_json: bool) -> None:
@@ -74,11 +96,13 @@ def _quantisations(name: str, *, as_json: bool) -> None:
         {"name": f"{repo.repo}:{each.label}", "size_bytes": each.size, "fits": _does_fit(each.size, memory)}
         for each in found
     ]
+    for row in rows:
+        row["slow"] = _is_slow(row, device)
     if as_json:
         return view.print_json({"repo": repo.repo, "device": device, "memory_bytes": memory, "models": rows})
     shown = [[row["name"], readable(row["size_bytes"]), _fits(row)] for row in rows]
     view.table(f"{repo.repo} (bough pull NAME)", ["model", "size", "fits"], shown)
-    view.plain(f"\nfits: with a short context on {device}, {view.amount(memory)}")
+    _explain(rows, device, memory)
 
 
 def _memory() -> tuple[str, int]:
@@ -92,7 +116,7 @@ def _memory() -> tuple[str, int]:
             return name, size
         except (OSError, ValueError, subprocess.SubprocessError):
             pass
-    return "CPU", physical_memory()
+    return CPU, physical_memory()
 
 
 def _built_in() -> list[dict[str, Any]]:
@@ -184,13 +208,19 @@ def _print(facts: dict[str, Any]) -> None:
         columns = ["short name", "about", "fits", "target", "draft"]
         heading = "Not here yet (bough pull NAME; bough show NAME --fit)"
         view.table(heading, columns, rows, texts=("target", "draft"), dim=True)
-    view.plain(f"\nfits: with a short context on {facts['device']}, {view.amount(facts['memory_bytes'])}")
+    listed = [*facts["built_in"], *facts["models"], *facts["available"]]
+    _explain(listed, facts["device"], facts["memory_bytes"])
     if facts["others"]:
         view.plain(f"\n{facts['others']} other GGUF files there cannot be run.")
 
 
+def _explain(rows: list[dict[str, Any]], device: str, memory: int) -> None:
+    slow = "; slow: a few tokens a second at most" if any(row["fits"] and row["slow"] for row in rows) else ""
+    view.plain(f"\nfits: with a short context on {device}, {view.amount(memory)}{slow}")
+
+
 def _fits(row: dict[str, Any]) -> str:
-    return "yes" if row["fits"] else "no"
+    return "no" if not row["fits"] else "yes, slow" if row["slow"] else "yes"
 
 
 def _state(row: dict[str, Any]) -> str:

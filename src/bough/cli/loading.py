@@ -10,6 +10,7 @@ from bough.cli import view
 from bough.cli.flags import with_flags
 from bough.cli.footprint import on_cpu
 from bough.cli.interrupt import held
+from bough.cli.listing import suggestion
 from bough.cli.options import EngineOptions, SpeculationOptions
 from bough.cli.speculation import Chosen, Speculation, decide, downloading
 from bough.config import EngineConfig, environment
@@ -59,7 +60,10 @@ def with_scorer(config: EngineConfig, options: EngineOptions, screen: view.Scree
 def find(name: str | None, *, think: bool | None, offline: bool, screen: view.Screen) -> Chosen:
     """Return the model's file, fetched if it is not here yet; no name: the pair inside the package."""
     if name is None:
-        screen.notice(f"No model given: using {EMBEDDED}, the small one that comes with Bough.")
+        better = suggestion()
+        hint = f" For real work on this machine: bough run {better}" if better else ""
+        toy = f"{EMBEDDED}, a demonstration of 41M parameters for short Python and sums"
+        screen.notice(f"No model given: using {toy}.{hint}")
     meant = meaning(EMBEDDED if name is None else name)
     with downloading(screen, str(meant.fetched), again="the same command") as bar:
         path = resolve(meant, offline=offline, progress=bar)
@@ -186,6 +190,8 @@ def summary(session: "Session", *, drafted: bool, speculating: bool) -> str:
     target = session.engine.target
     threads = f"CPU, {target.threads} thread{'s' * (target.threads != 1)}"
     device = device_name(target.device) if target.device.type == "cuda" else threads
+    if session.vector_spec is not None:
+        return f"context {session.max_ctx:,} tokens · {device} · {session.vector_spec.kind}"
     proposing = "with a draft" if drafted else "without a draft" if speculating else "plain decoding"
     return f"context {session.max_ctx:,} tokens · {device} · {proposing}"
 

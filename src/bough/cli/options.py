@@ -19,13 +19,14 @@ from bough.cli.command import Command
 from bough.cli.completion import model_names
 from bough.cli.values import device as device_name
 from bough.cli.values import kept, memory, memory_or_none, size
-from bough.config import CompressConfig, EngineConfig
+from bough.config import EFFORTS, CompressConfig, EngineConfig
 from bough.errors import UsageError
 
 MODEL_HELP = "A .gguf file, a folder that holds one, a short name (`bough list`), or USER/REPO[:QUANT]"
 DEFAULTS = EngineConfig()
 COMPRESS = ("compress", "compress_above", "compress_to", "compress_scorer")
 # Options that every engine has.
+REASONING = ("effort", "break_loops")
 HARDWARE = (
     "vram_limit", "experts_host", "prefill", "device", "threads", "cpu_backend", "cpu_activations", "offline",
 )  # fmt: skip
@@ -96,7 +97,7 @@ def panel(title: str) -> Callable[..., Any]:
 
 _prompt, _sampling, _output = panel("Prompt"), panel("Sampling"), panel("Output")
 _speculation, _engine, _kv_cache = panel("Speculation"), panel("Engine"), panel("KV cache")
-_compress = panel("Compression of long prompts")
+_compress, _reasoning = panel("Compression of long prompts"), panel("Reasoning")
 
 Model = Annotated[
     str | None,
@@ -214,23 +215,6 @@ class SpeculationOptions:
             "--draft-quant", help="Quantise the draft while it is loaded. auto: q8_0 on a GPU, none on a CPU."
         ),
     ] = DraftQuant.auto
-    draft_ctx: Annotated[
-        int | None,
-        _speculation(
-            "--draft-ctx",
-            parser=size,
-            metavar="TOKENS",
-            help="How far back the draft's full-attention layers attend. Default: 16k.",
-        ),
-    ] = None
-    draft_causal: Annotated[
-        bool | None,
-        _speculation(
-            "--draft-causal/--draft-bidirectional",
-            help="Whether a row of the draft's block sees only rows before it; else as the checkpoint says.",
-            show_default=False,
-        ),
-    ] = None
     budget: Annotated[
         int | None,
         _speculation(
@@ -277,6 +261,9 @@ class KVCacheOptions:
             "approximate. Default: to all.",
         ),
     ] = None
+
+
+Effort = StrEnum("Effort", [(word, word) for word in EFFORTS])
 
 
 class Compress(StrEnum):
@@ -374,6 +361,21 @@ class EngineOptions:
             help="What native code rounds activations to. int8: faster with many rows, approximate.",
         ),
     ] = CPUActivations.int16
+    effort: Annotated[
+        Effort | None,
+        _reasoning(
+            "--effort",
+            help="How much to reason: in the chat template's own words where it has them, else in tokens: "
+            "minimal 512, low 2048, medium 8192. Default: as recommended for the model.",
+        ),
+    ] = None
+    break_loops: Annotated[
+        bool,
+        _reasoning(
+            "--break-loops/--no-break-loops",
+            help="End reasoning that repeats itself for the third time, as at the end of a budget.",
+        ),
+    ] = True
     offline: Annotated[bool, _engine("--offline", help="Use only what is on this machine.")] = False
     compress: Annotated[
         Compress,
@@ -437,6 +439,8 @@ class EngineOptions:
             kv_k=(cache.kv_k or cache.kv).value,
             kv_v=(cache.kv_v or cache.kv).value,
             window=cache.window,
+            effort=self.effort and self.effort.value,
+            break_loops=self.break_loops,
             compress=CompressConfig(self.compress.value, self.compress_above, self.compress_to),
         )
 

@@ -34,6 +34,8 @@ def remove(
     """
     meant = meaning(name)
     if meant.repo is None:
+        if meant.card is not None and meant.card.pair is not None:
+            raise UsageError(f"{name} is a part of bough, which uses it where no model is named")
         raise UsageError(f"{name} is not in the Hugging Face cache: {meant.path}", "remove it by hand")
     files, kept = _files(meant)
     leftovers = [] if files else _leftovers(meant)

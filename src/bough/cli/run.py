@@ -17,6 +17,7 @@ from bough.cli.loading import choose, engine_config, load, with_scorer
 from bough.cli.options import (
     COMPRESS,
     HARDWARE,
+    REASONING,
     AsJson,
     EngineOptions,
     KVCacheOptions,
@@ -29,7 +30,7 @@ from bough.cli.options import (
     grouped,
     panel,
 )
-from bough.cli.sampling import GREEDY, SamplingOptions
+from bough.cli.sampling import SamplingOptions
 from bough.cli.speculation import Chosen, Speculation
 from bough.errors import UsageError
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from bough.cli.chat.conversation import Conversation, Settings
     from bough.session.session import Finished, Session, TextRequest
 
+BEGINNING = 64 << 10  # bytes of a file, by which a text is told from other files
 CHAT_HINT = "bough chat MODEL, or a terminal, starts a conversation"
 _prompt, _output = panel("Prompt"), panel("Output")
 
@@ -133,7 +135,7 @@ class OutputOptions:
 # Within one prompt nothing repeats, so the prefix cache needs no memory unless there is a folder.
 RunEngineOptions = Annotated[
     EngineOptions,
-    Only(("max_ctx", "prefix_cache_dir", "prefix_cache_dir_size", *HARDWARE, *COMPRESS)),
+    Only(("max_ctx", "prefix_cache_dir", "prefix_cache_dir_size", *REASONING, *HARDWARE, *COMPRESS)),
 ]
 
 
@@ -227,7 +229,7 @@ def _beginning(prompt: PromptOptions, sampling: SamplingOptions) -> "tuple[Conve
     """Return an empty conversation with the settings of the command line."""
     from bough.cli.chat.conversation import Conversation, Settings
 
-    values = (GREEDY if sampling.greedy else {}) | sampling.given()
+    values = sampling.given()
     if values.pop("logit_bias", None) is not None:
         raise UsageError("--logit-bias needs a prompt: a chat has no such setting")
     settings = Settings(values, sampling.stops, prompt.think)
@@ -265,9 +267,12 @@ def _content(file: Path | None) -> str:
     if file is None:
         return ""
     try:
-        return file.read_text(encoding="utf-8", errors="replace").strip("\n")
+        content = file.read_bytes()
     except OSError as error:
         raise UsageError(f"--file {file} cannot be read: {error.strerror}") from error
+    if b"\0" in content[:BEGINNING]:
+        raise UsageError(f"--file {file} is not a text: there are zero bytes at its beginning")
+    return content.decode(errors="replace").replace("\r\n", "\n").strip("\n")
 
 
 def _check_sampling(sampling: SamplingOptions, screen: view.Screen) -> None:
@@ -286,20 +291,18 @@ def _request(
     logprobs: int | None,
     cancelled: Callable[[], bool],
 ) -> "TextRequest":
-    from bough.engine.sampler import SamplingParams
     from bough.session.requests import CompressOptions as Compressing
     from bough.session.session import TextRequest
 
     # What is on the command line is asked of the file and of what was piped.
     given = prompt.text
     query = given if given and given != text and session.compresses else ""
-    base = SamplingParams() if sampling.greedy else session.sampling_for(prompt.think)
     system = [] if prompt.system is None else [{"role": "system", "content": prompt.system}]
     return TextRequest(
         messages=None if prompt.raw else [*system, {"role": "user", "content": text}],
         prompt=text if prompt.raw else None,
         max_tokens=sampling.limit,
-        sampling=replace(base, **sampling.given(), logprobs=logprobs),
+        sampling=replace(session.sampling_for(prompt.think), **sampling.given(), logprobs=logprobs),
         stop=sampling.stops,
         thinking=prompt.think,
         compress=Compressing(mode="auto", query=query) if query else None,

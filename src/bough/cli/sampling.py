@@ -12,7 +12,7 @@ _sampling = panel("Sampling")
 
 NO_LIMIT = -1  # of llama.cpp and others
 HOT = 2.0  # the largest temperature that the APIs of others allow
-# What `greedy` means where settings are given over the recommended ones.
+# What --greedy sets over the recommended values.
 GREEDY = {
     "temperature": 0.0,
     "top_p": 1.0,
@@ -31,7 +31,7 @@ FILTERS_AND_PENALTIES = (
 
 @dataclass(frozen=True, slots=True)
 class SamplingOptions:
-    """Values that are not given are those recommended for the model, with `greedy` SamplingParams's own."""
+    """Values that are not given are those recommended for the model."""
 
     n_gen: Annotated[
         int | None,
@@ -48,7 +48,7 @@ class SamplingOptions:
         _sampling(
             "--greedy",
             help="Take the likeliest token each time: temperature 0 and no penalties. "
-            "Default: the sampling recommended for the model (`bough show`).",
+            "Default: as recommended for the model, which `bough show` shows.",
         ),
     ] = False
     temperature: Annotated[
@@ -151,4 +151,5 @@ class SamplingOptions:
         """Return the sampling parameters that were given, by name."""
         values = {name: getattr(self, name) for name in FILTERS_AND_PENALTIES}
         values |= {"seed": self.seed, "logit_bias": bias(self.logit_bias or []) or None}
-        return {name: value for name, value in values.items() if value is not None}
+        given = {name: value for name, value in values.items() if value is not None}
+        return (GREEDY if self.greedy else {}) | given

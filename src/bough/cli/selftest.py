@@ -6,14 +6,39 @@ import torch
 from torch import Tensor
 
 from bough.gguf.quants import dequantise
+from bough.gguf.reader import GGUFFile
 from bough.gguf.types import QuantType
+from bough.hub.catalog import EMBEDDED
+from bough.hub.resolve import meaning, resolve
 from bough.kernels.attention import paged_attention
+from bough.kernels.check.cases import Case, cases_of
+from bough.kernels.check.shapes import COMMON
 from bough.kernels.delta_rule import chunk_delta, tree_delta, tree_order
 from bough.kernels.kv_cache.format import FORMATS, HeadPool
+from bough.kernels.native import Library
 from bough.kernels.quant_matmul import quant_matmul
+from bough.models.decoder import Decoder
+from bough.models.native import NativeDecoder
+from bough.models.step import Step
+from bough.state.sequences import SequenceStates
 
-# Relative RMS error; float32 matmuls on a GPU may round their inputs to TF32.
-TOLERANCE = {"cpu": 1e-4, "cuda": 5e-3}
+# In which a step of a 27B spends its time.
+HOT = {
+    "matmul": ("Q4_K, 8 rows", "Q4_K, 24 rows", "Q5_K, 24 rows", "Q6_K, 24 rows", "Q4_K, 200 rows"),
+    "norms": ("Q4_K, partial sums", "norm, 48 rows", "SiLU, 48 rows", "gated norm, 48 rows"),
+    "tree attention": ("f16, 1 rows", "f16, 24 rows", "q8_0, 24 rows"),
+    "prompt attention": ("f16",),
+    "KV cache": ("q8_0",),
+    "tree delta rule": ("24 rows",),
+    "tree convolution": ("24 rows",),
+    "prompt delta rule": ("130 tokens",),
+    "draft attention": ("16 rows",),
+    "tree building": ("22 nodes",),
+    "sampling": ("greedy", "top-p"),
+    "embedding": ("Q4_K",),
+}
+# Relative RMS error.
+TOLERANCE = 1e-4
 
 
 def tests(device: torch.device) -> dict[str, Callable[[], float]]:
@@ -84,12 +109,23 @@ def quantised_matmul(device: torch.device) -> float:
     return _error(quant_matmul(x.to(device), packed.to(device), QuantType.Q8_0), wanted)
 
 
-def triton_kernel() -> float:
-    """Compile and run one small kernel on the GPU."""
-    from bough.cli.triton_probe import double
+def native_answer() -> float:
+    """Compare the logits of the small model that comes with Bough in native code with PyTorch's."""
+    target = resolve(meaning(EMBEDDED), offline=True)
+    tokens, logits = torch.tensor([[5, 300, 17, 42, 9, 1000, 77, 3]]), []
+    with GGUFFile.open(target) as file:
+        for model in (NativeDecoder.load(file, Library(1)), Decoder.load(file)):
+            states = SequenceStates(model.spec, max_ctx=64, max_rows=1)
+            slots = torch.tensor([states.open()])
+            states.reserve(0, tokens.shape[1])
+            step = Step.chunk(slots, tokens, states.buffers.lengths[slots])
+            logits.append(model.logits(model.forward(step, states.buffers).hidden[0]))
+    return _error(logits[0], logits[1])
 
-    x = torch.arange(300, dtype=torch.float32, device="cuda")
-    return _error(double(x), 2 * x.cpu())
+
+def hot_cases(device: torch.device) -> list[Case]:
+    """Return the operations in which a step of a 27B spends its time, each in one or two variants."""
+    return [case for case in cases_of(COMMON[0], device) if case.variant in HOT.get(case.operation, ())]
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -167,7 +167,9 @@ class ServerOptions:
         if (file := self.api_key_file) is not None:
             try:
                 keys += [
-                    line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()
+                    line.strip()
+                    for line in file.read_text(encoding="utf-8").splitlines()
+                    if line.strip() and not line.startswith("#")
                 ]
             except (OSError, UnicodeDecodeError) as error:
                 raise UsageError(f"--api-key-file {file} cannot be read: {error}") from error
@@ -197,7 +199,7 @@ class StartOptions:
 
 
 # For requests that do not say.
-ServedSamplingOptions = Annotated[SamplingOptions, Only(("n_gen", *FILTERS_AND_PENALTIES))]
+ServedSamplingOptions = Annotated[SamplingOptions, Only(("n_gen", "greedy", *FILTERS_AND_PENALTIES))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,7 +358,7 @@ def _run(choices: Sequence[Choice], config: ServerConfig, screen: view.Screen) -
     def ready(session: "Session") -> None:
         bar.stop()
         describe(session, first.target.path, screen)
-        if first.proposing.note:
+        if first.proposing.note and session.vector_spec is None:
             screen.note(first.proposing.note)
         if session.template.is_fallback:
             screen.note("There is no chat template in the file: plain ChatML is used.")
@@ -426,4 +428,5 @@ def _served(choice: Choice, bar: LoadingBar | None = None) -> "ServedModel":
         lambda session: model_facts(session, path, choice.engine),
         frozenset(filter(None, (choice.given, path.name, path.stem))),
         path.stat().st_size,
+        path,
     )

@@ -1,8 +1,9 @@
 """`bough show`: what a model file holds and needs, without loading it. Only --fit imports torch."""
 
 import contextlib
+import math
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,9 +18,11 @@ from bough.cli.footprint import in_mtp_block, on_cpu, on_gpu, stored
 from bough.cli.options import MODEL_HELP, Draft, MaxContext, Parallel, VramLimit
 from bough.config import DraftConfig, EngineConfig, SpecConfig, environment
 from bough.errors import DownloadFailed, ModelFileError, ModelNotFound, ResourceError, UsageError
-from bough.hub.catalog import EMBEDDED, Card
+from bough.gguf.types import NATIVE_TYPES
+from bough.hub.catalog import EMBEDDED, MODES, Card, Sampling
 from bough.hub.download import fetch_heads, gguf_files
 from bough.hub.drafts import draft_head
+from bough.hub.recommended import recommended
 from bough.hub.resolve import Meaning, meaning, resolve, resolve_draft
 from bough.session.pairing import AUTO, LOOKUP, MTP, NONE, NamedDraft, card_of, draft_at_hand
 
@@ -69,7 +72,7 @@ def show(
         card = meant.card
         if card is None and facts["model"] is not None:
             card = card_of(file, meant.repo.repo if meant.repo else None)
-        facts |= _card(card) | {"draft": _draft(file.path, card)}
+        facts |= _card(card, file.metadata) | {"draft": _draft(file.path, card)}
         if fit:
             config = EngineConfig(max_ctx=max_ctx, vram_limit=vram_limit, parallel=parallel)
             facts["fit"] = _fit(file, facts, card, config, draft)
@@ -162,6 +165,7 @@ def _draft_file(named: str, target: Path, card: Card | None) -> Generator[Path |
 
 def describe(file: "GGUFFile") -> dict[str, Any]:
     """Return all facts about a file for JSON; `model` is null for architectures that are not supported."""
+    from bough.models.pooling import VectorSpec
     from bough.models.spec import ModelSpec
 
     facts: dict[str, Any] = {
@@ -173,12 +177,15 @@ def describe(file: "GGUFFile") -> dict[str, Any]:
         "problems": [],
         "types": _types(file),
         "model": None,
+        "vectors": None,
         "stored_bytes": None,
         "memory": [],
     }
     try:
         spec = ModelSpec.from_gguf(file)
         facts["model"] = _model(spec) | {"parameters": _parameters(file, spec)}
+        vectors = VectorSpec.from_gguf(file, spec.width)
+        facts["vectors"] = vectors and {"kind": vectors.kind, "pooling": vectors.pooling.name}
         facts["stored_bytes"] = stored(file, spec)
         facts["memory"] = _memory(file, spec)
     except ModelFileError as error:
@@ -192,16 +199,18 @@ def describe(file: "GGUFFile") -> dict[str, Any]:
     return facts
 
 
-def _card(card: Card | None) -> dict[str, Any]:
-    """Return what the model's card says."""
-    if card is None:
-        return {"card": None, "recommended": None}
+def _card(card: Card | None, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the card's name and what is recommended, by the card or without one."""
+    advice = recommended(card, metadata)
+    sampling = {mode: asdict(getattr(advice, mode)) for mode in MODES}
     return {
-        "card": card.name,
+        "card": card and card.name,
         "recommended": {
-            "budget": card.budget,
-            "thinking": card.thinking,
-            "sampling": {mode: asdict(values) for mode, values in card.sampling.items()},
+            "budget": card.budget if card else SpecConfig().budget,
+            "thinking": advice.thinks,
+            "reasoning_effort": advice.effort or None,
+            "sampling": sampling,
+            "source": advice.source,
         },
     }
 
@@ -274,6 +283,7 @@ def _text(file: "GGUFFile") -> dict[str, Any]:
         "adds_bos": tokenizer.bos_id is not None,
         "chat_template": not template.is_fallback,
         "thinking": template.supports_thinking,
+        "fills_gaps": tokenizer.infill is not None,
     }
 
 
@@ -283,10 +293,12 @@ def _print(facts: dict[str, Any]) -> None:
         parts["Model"] = [*_model_rows(facts["model"]), ("weights", _weights(facts))]
     if facts["text"]:
         parts["Text"] = _text_rows(facts["text"])
-    if facts["model"]:
+    if facts["vectors"]:
+        route = "/v1/rerank" if facts["vectors"]["pooling"] == "rank" else "/v1/embeddings"
+        parts["Use"] = [(route, f"{facts['vectors']['kind']}, pooling {facts['vectors']['pooling']}")]
+    elif facts["model"]:
         parts["Speculation"] = _speculation_rows(facts)
-    if facts["recommended"]:
-        parts["Recommended"] = _recommended_rows(facts["recommended"])
+        parts["Recommended"] = _recommended_rows(facts)
     parts["Cannot be run"] = [("reason", problem) for problem in facts["problems"]]
     view.sections(facts["name"], parts)
     weights, size = (sum(row[key] for row in facts["types"]) for key in ("weights", "bytes"))
@@ -362,6 +374,13 @@ def _model_rows(model: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _weights(facts: dict[str, Any]) -> str:
     need = facts["memory"][0]
+    others = [row["type"] for row in facts["types"] if row["type"] not in NATIVE_TYPES]
+    if others or facts["model"]["experts"]:
+        reason = "of experts" if facts["model"]["experts"] else f"of type {', '.join(others)}"
+        return (
+            f"{view.amount(facts['stored_bytes'])} as stored, and about that on a GPU; on a CPU PyTorch runs "
+            f"weights {reason}, in {view.amount(need['cpu']['weights'])} (32 bits each)"
+        )
     return (
         f"{view.amount(facts['stored_bytes'])} as stored, and about that on a GPU or in native CPU code; "
         f"{view.amount(need['cpu']['weights'])} in PyTorch on a CPU (32 bits each)"
@@ -378,6 +397,7 @@ def _text_rows(text: dict[str, Any]) -> list[tuple[str, str]]:
         ("ends with", stops or "nothing: it writes until --n-gen"),
         ("chat template", "yes" if text["chat_template"] else "none in the file, plain ChatML is used"),
         ("thinking", "can be switched: --think, --no-think" if text["thinking"] else "no switch"),
+        ("gaps", "filled: /infill, suffix" if text["fills_gaps"] else "no tokens for them"),
     ]
 
 
@@ -391,13 +411,22 @@ def _speculation_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     return [("draft", f"{draft['name']}, {view.amount(Path(draft['path']).stat().st_size)}")]
 
 
-def _recommended_rows(recommended: dict[str, Any]) -> list[tuple[str, str]]:
-    rows = [
-        ("tree", f"up to {recommended['budget']} proposed tokens"),
-        ("thinking", "on" if recommended["thinking"] else "off"),
-    ]
-    labels = {"thinking": "with thinking", "plain": "without"}
-    for mode, values in recommended["sampling"].items():
-        settings = [f"--{name.replace('_', '-')} {value:g}" for name, value in values.items() if value]
-        rows.append((labels[mode], " ".join(settings)))
-    return rows
+def _recommended_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    advice, switch = facts["recommended"], bool(facts["text"] and facts["text"]["thinking"])
+    rows = [("tree", f"up to {advice['budget']} proposed tokens")]
+    if switch or advice["thinking"]:
+        effort = f", effort {advice['reasoning_effort']}" if advice["reasoning_effort"] else ""
+        rows.append(("thinking", f"on{effort}" if advice["thinking"] else "off"))
+    thinking, plain = (_flags(advice["sampling"][mode]) for mode in MODES)
+    if switch and thinking != plain:
+        rows += [("sampling", f"{thinking} with thinking"), ("", f"{plain} without")]
+    else:
+        rows.append(("sampling", thinking if advice["thinking"] else plain))
+    return [*rows, ("", f"as recommended by {advice['source']}; --greedy: the likeliest token each time")]
+
+
+def _flags(sampling: dict[str, Any]) -> str:
+    """Return the flags that set these values, without those that change nothing."""
+    neutral = asdict(Sampling(math.nan))
+    changed = {name: value for name, value in sampling.items() if value != neutral[name]}
+    return " ".join(f"--{name.replace('_', '-')} {value:g}" for name, value in changed.items())

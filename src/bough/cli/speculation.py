@@ -13,12 +13,16 @@ from bough.hub.catalog import Card
 from bough.hub.drafts import fetch_draft
 from bough.hub.local import drafts_beside
 from bough.hub.resolve import resolve_draft
+from bough.session.folders import first_time
 from bough.session.pairing import AUTO, LOOKUP, MTP, NONE, NamedDraft, draft_at_hand
 
 # Values of --draft that are no names.
 NO_NAMES = (AUTO, NONE, MTP, LOOKUP)
 OWN_BLOCK = "No draft: the MTP block in the model's own file proposes tokens."
-NO_DRAFT = "No draft is listed for this model, only prompt lookup proposed tokens: --draft names one."
+NO_DRAFT = (
+    "No draft is known for this model: prompt lookup proposes tokens. "
+    "--draft names one, `bough train` makes one."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +92,7 @@ def decide(options: SpeculationOptions, target: Chosen, *, offline: bool, screen
         if config.mtp != "off" and target.mtp:
             screen.note(OWN_BLOCK)
         return Speculation(config)
-    draft = DraftConfig(path, options.draft_quant.value, options.draft_ctx, options.draft_causal)
+    draft = DraftConfig(path, options.draft_quant.value)
     return Speculation(config, draft)
 
 
@@ -118,7 +122,8 @@ def _without_draft(target: Chosen, screen: view.Screen) -> str:
         return ""
     for beside in drafts_beside(target.path):
         return f"A draft lies beside the model, only prompt lookup proposed tokens: --draft {beside}"
-    return NO_DRAFT
+    shown = screen.takes_notes and first_time(f"no draft of {target.path.name}")
+    return NO_DRAFT if shown else ""
 
 
 def _is_plain(options: SpeculationOptions) -> bool:
@@ -132,13 +137,7 @@ def _tree_flags(options: SpeculationOptions) -> list[str]:
 
 def _draft_flags(options: SpeculationOptions) -> list[str]:
     """Return the given flags that need a draft."""
-    causal = "--draft-causal" if options.draft_causal else "--draft-bidirectional"
-    given = {
-        "--draft-quant": options.draft_quant is not DraftQuant.auto,
-        "--draft-ctx": options.draft_ctx is not None,
-        causal: options.draft_causal is not None,
-    }
-    return [flag for flag, is_given in given.items() if is_given]
+    return ["--draft-quant"] if options.draft_quant is not DraftQuant.auto else []
 
 
 def _fetched_draft(card: Card, *, fetch: bool, screen: view.Screen) -> Path | None:

@@ -18,7 +18,6 @@ from rich.cells import cell_len
 from rich.console import Console, RenderableType
 from rich.progress import (
     BarColumn,
-    DownloadColumn,
     MofNCompleteColumn,
     Progress,
     ProgressColumn,
@@ -26,9 +25,8 @@ from rich.progress import (
     Task,
     TextColumn,
     TimeRemainingColumn,
-    TransferSpeedColumn,
 )
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from bough.cli.flags import with_flags
@@ -38,6 +36,7 @@ from bough.errors import BoughError, UsageError
 
 PATIENCE_S = 0.5  # work that is done sooner shows no progress
 PIPE_WIDTH = 120
+NARROW = 100  # columns, below which a bar takes what its words leave
 CLIPBOARD = 100_000  # characters of base64 that common terminals take
 FOLDED = 20  # columns of text in a table become no narrower than this
 GREY = "bright_black"
@@ -231,11 +230,13 @@ class Bar:
     """A line of progress on standard error that appears after PATIENCE_S and vanishes at the end."""
 
     def __init__(self, label: str, columns: Sequence[ProgressColumn], *, shown: bool):
+        console = _console(sys.stderr)
         self._progress = Progress(
-            TextColumn("{task.description}", markup=False),
+            TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True)),
             *columns,
-            console=_console(sys.stderr),
+            console=console,
             transient=True,
+            expand=console.width < NARROW,
         )
         self._task = self._progress.add_task(_label(label), total=None)
         self._shown = shown
@@ -311,6 +312,16 @@ class _Tokens(ProgressColumn):
         return Text(f"{task.completed:,.0f}/{task.total:,.0f} tokens{rate}", style="progress.download")
 
 
+class _Bytes(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        if task.total is None:
+            return Text()
+        whole = amount(task.total)
+        done = task.completed / task.total * float(whole.split()[0]) if task.total else 0.0
+        rate = f"  {amount(task.speed)}/s" if task.speed and _console(sys.stderr).width >= NARROW else ""
+        return Text(f"{done:.2f} of {whole}{rate}", style="progress.download")
+
+
 class _Tensors(ProgressColumn):
     def render(self, task: Task) -> Text:
         if task.total is None:
@@ -323,12 +334,12 @@ class Screen:
 
     def __init__(self, *, quiet: bool = False, notes: bool = True):
         self._quiet = quiet
-        self._notes = notes and not quiet
+        self.takes_notes = notes and not quiet
         self._progress = not quiet and sys.stderr.isatty()
 
     def note(self, text: str) -> None:
         """Print a line of little importance."""
-        if self._notes:
+        if self.takes_notes:
             _say(text, GREY)
 
     def warning(self, text: str, command: str) -> None:
@@ -349,26 +360,33 @@ class Screen:
         return Bar(label, [SpinnerColumn()], shown=self._progress)
 
     def loading(self, label: str) -> Bar:
-        return Bar(label, [BarColumn(), DownloadColumn(), TransferSpeedColumn()], shown=self._progress)
+        return Bar(label, [_bar(), _Bytes(table_column=Column(no_wrap=True))], shown=self._progress)
 
     def reading(self, label: str) -> Bar:
-        return Bar(label, [BarColumn(), _Tokens()], shown=self._progress)
+        return Bar(label, [_bar(), _Tokens()], shown=self._progress)
 
     def converting(self, label: str) -> Bar:
-        return Bar(label, [BarColumn(), _Tensors()], shown=self._progress)
+        return Bar(label, [_bar(), _Tensors()], shown=self._progress)
 
     def counting(self, label: str) -> Bar:
-        return Bar(label, [BarColumn(), MofNCompleteColumn()], shown=self._progress)
+        return Bar(label, [_bar(), MofNCompleteColumn()], shown=self._progress)
 
     def downloading(self, what: str) -> DownloadBar:
-        columns = [BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(compact=True)]
+        size = _Bytes(table_column=Column(no_wrap=True))
+        columns = [_bar(), size, TimeRemainingColumn(compact=True)]
         return DownloadBar(what, columns, shown=self._progress, screen=self)
+
+
+def _bar() -> BarColumn:
+    """Return a bar that gets smaller where there is little room."""
+    return BarColumn(None if _console(sys.stderr).width < NARROW else 40)
 
 
 def _label(text: str) -> str:
     """Return a name without its middle if it is long."""
-    text = guarded(text, sys.stderr)
-    return text if len(text) <= 44 else f"{text[:21]}…{text[-22:]}"
+    text, width = guarded(text, sys.stderr), _console(sys.stderr).width
+    half = 22 if width >= NARROW else max(8, width // 2 - 16)
+    return text if len(text) <= 2 * half else f"{text[: half - 1]}…{text[-half:]}"
 
 
 def amount(size: float) -> str:

@@ -12,7 +12,7 @@ from ray.serve.handle import DeploymentHandle
 
 from bough.deploy.loopback import keep_ports_local
 from bough.deploy.metrics import ReplicaMetrics
-from bough.deploy.replica import Replica
+from bough.deploy.replica import About, Replica
 from bough.deploy.router import PrefixRouter
 from bough.deploy.settings import CONTROL, QUEUE, Settings, settings_of
 from bough.deploy.worker import ReplicaWorker
@@ -21,6 +21,7 @@ from bough.server.listen import check
 from bough.server.models import Models, ServedModel
 from bough.server.run import record
 from bough.session.loading import load_reader
+from bough.session.reader import RequestReader
 from bough.session.worker import Ended, TextSession
 
 CONNECTIONS = 10_000  # requests that an ingress has open; its own queue says what is too many
@@ -94,7 +95,8 @@ def served(settings: Settings, made: ReplicaWorker) -> ServedModel:
 
     path = settings.path
     aliases = frozenset((path.name, path.stem))
-    return ServedModel(settings.model_name, load, lambda _reader: made.facts(), aliases, path.stat().st_size)
+    size = path.stat().st_size
+    return ServedModel(settings.model_name, load, lambda _reader: made.facts(), aliases, size, path)
 
 
 def worker(
@@ -103,8 +105,14 @@ def worker(
     """Return a worker for the replicas that `deploy` starts."""
     return ReplicaWorker(
         deploy,
-        lambda about: load_reader(settings.path, settings.engine, about.limits),
+        lambda about: _reader(about, settings),
         max_queue=settings.server.max_queue,
         ended=ended,
         **options,
     )
+
+
+def _reader(about: About, settings: Settings) -> RequestReader:
+    reader = load_reader(settings.path, settings.engine, about.limits)
+    reader.isolate_grammars()
+    return reader

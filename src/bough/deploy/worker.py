@@ -22,7 +22,7 @@ from bough.engine.stats import RequestStats
 from bough.errors import BoughError, QueueFull, Unavailable
 from bough.session.reader import RequestReader
 from bough.session.requests import Failed, Finished, Progress, TextRequest
-from bough.session.worker import Ended, IndexedEvent, Job, RequestResult, State
+from bough.session.worker import Ended, IndexedEvent, Job, RequestResult, State, stopping
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class ReplicaWorker:
         self._thread = threading.Thread(target=self._start, name="replicas", daemon=True)
         self._handle: DeploymentHandle | None = None
         self._reader: RequestReader | None = None
-        self._stopping = False
+        self._stopping = self._refuses = False
         self._closed = threading.Event()
         self._tasks: dict[Job, asyncio.Task[None]] = {}
         self.about: About | None = None
@@ -80,7 +80,7 @@ class ReplicaWorker:
     def session(self) -> RequestReader:
         """Return what reads requests; a request may then wait for a replica."""
         if self._stopping:
-            raise _stopping()
+            raise stopping()
         if self.failure is not None:
             reason = self.failure.message if isinstance(self.failure, BoughError) else repr(self.failure)
             raise Unavailable(f"no replica could be started: {reason}", retry_after_s=60)
@@ -102,6 +102,8 @@ class ReplicaWorker:
 
     def check_room(self, *, prefill_only: bool = False) -> None:
         _ = self.session
+        if self._refuses:
+            raise stopping()
         # One for each replica: they hold a place there until it is idle.
         if prefill_only and sum(job.prefill_only for job in self._tasks) >= max(1, len(self.reports)):
             raise QueueFull(
@@ -125,6 +127,12 @@ class ReplicaWorker:
 
     def cancel_all(self) -> None:
         for job in list(self._tasks):
+            job.cancel()
+
+    def refuse(self) -> None:
+        """Take no more requests and refuse those that wait; those that run go on."""
+        self._refuses = True
+        for job in [job for job in self._tasks if job.progress is None]:
             job.cancel()
 
     def close(self) -> None:
@@ -186,7 +194,7 @@ class ReplicaWorker:
             except TimeoutError:
                 self._check()
                 if self._stopping:
-                    raise _stopping() from None
+                    raise stopping() from None
             except RayError:
                 response = handle.about.remote()
 
@@ -199,7 +207,7 @@ class ReplicaWorker:
         del self._tasks[job]
         if task.cancelled():
             forwarding.cancelled()
-            job.end(_stopping())
+            job.end(stopping())
         elif (error := task.exception()) is not None:
             assert isinstance(error, Exception)
             forwarding.failed(error)
@@ -313,7 +321,3 @@ def _first_line(error: Exception) -> str:
 
 def _lost(what: str) -> ReplicaLost:
     return ReplicaLost(what, "send the request again")
-
-
-def _stopping() -> Unavailable:
-    return Unavailable("the server is stopping", retry_after_s=10)

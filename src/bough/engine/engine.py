@@ -110,7 +110,8 @@ class Engine:
             captured = self.runner.capture(progress, slot=slot)
             if not captured:
                 self.short = 0  # steps that are not captured take as long as chunks
-            self._rehearse(slot, [min(2 * MAX_ROWS, self.max_ctx)])
+            # Whole chunks: their memory is taken now, and not by the first long prompt.
+            self._rehearse(slot, [min(self.prefill_chunk, self.max_ctx)])
             self.runner.rehearse(slot)
             return captured
 
@@ -120,6 +121,12 @@ class Engine:
         with self._fresh_slot() as slot:
             found = self.runner.measure(slot)
             return {min(rows, self.max_rows): times for rows, times in found.items()}
+
+    @torch.inference_mode()
+    def measure_draft(self) -> float:
+        """Return the seconds of a draft call, between requests."""
+        with self._fresh_slot() as slot:
+            return self.runner.measure_draft(slot)
 
     @torch.inference_mode()
     def rehearse(self) -> None:
@@ -330,8 +337,8 @@ class Engine:
 
     def _launch_ahead(self, request: Request) -> LaunchAhead:
         """Return what of a next step may be launched before the caller has seen this one's tokens."""
-        # A constraint reads proposals on the host; the others read buffers that the next step overwrites.
-        reads = request.constraint is not None or request.sampling.logprobs is not None or request.trees
+        # These read buffers that the next step overwrites.
+        reads = request.sampling.logprobs is not None or request.trees
         if reads or not self.runner.asynchronous:
             return "nothing"
         return "draft" if request.may_stop else "forward"
@@ -567,7 +574,9 @@ class Engine:
                 return []
             forward = self.runner.verify([Verify(sequence.slot, tree, sequence.room)])
         self.runner.accept(forward, [self._masks(sequence, tree)])
-        ahead = "nothing" if self._scheduler.contended else sequence.launch_ahead
+        # A constraint reads proposals on the host.
+        waits = self._scheduler.contended or self._constraint(sequence) is not None
+        ahead = "nothing" if waits else sequence.launch_ahead
         next_forward = self._verify_ahead(sequence, tree) if ahead == "forward" else None
         [accepted], times = self.runner.read_back()
         outcome = self._outcome(sequence, tree, accepted, times)
@@ -654,7 +663,7 @@ class Engine:
         sequence.launched = None  # a draft of its own, from when it was alone
         limit = min(self._row_limit(sequence), self.runner.tree_rows(max(2, sequences)))
         position = self.states.lengths[slot]
-        return Turn(slot, sequence.anchor, position, limit, sequence.constraint)
+        return Turn(slot, sequence.anchor, position, limit, self._constraint(sequence))
 
     def _ask_ahead(self, sequences: list[Sequence]) -> None:
         """Launch the next step's draft, so that it overlaps with the host's work on the text."""
@@ -669,7 +678,7 @@ class Engine:
         return StepOutcome(tree.size, accepted.path, accepted.tokens, *seconds)
 
     def _draft(self, sequence: Sequence, max_rows: int) -> Tree:
-        position, constraint = self.states.lengths[sequence.slot], sequence.constraint
+        position, constraint = self.states.lengths[sequence.slot], self._constraint(sequence)
         return self.runner.draft(
             lambda: self.drafter.propose(sequence.slot, sequence.anchor, position, max_rows, constraint)
         )
@@ -679,8 +688,16 @@ class Engine:
         rows = self.max_rows if budget is None else min(self.max_rows, budget + 1)
         return min(rows, self.max_ctx - self.states.lengths[sequence.slot])
 
-    def _masks(self, sequence: Sequence, tree: Tree) -> Masks:
+    def _constraint(self, sequence: Sequence) -> OwnConstraint | None:
+        """Return the constraint that may exclude tokens of the next step; None: no token of any tree."""
         constraint = sequence.constraint
+        # One row more: what is launched ahead follows a token that the host has not seen.
+        return None if constraint is None or constraint.idle(self.max_rows + 1) else constraint
+
+    def _masks(self, sequence: Sequence, tree: Tree) -> Masks:
+        constraint = self._constraint(sequence)
+        if sequence.constraint is not None:
+            self.runner.sampler.use_masks(sequence.slot, constraint is not None)
         return constraint.masks(*tree.lists()) if constraint is not None else ()
 
     def _verify(self, sequence: Sequence, tree: Tree, *, max_accepted: int) -> Forward:
@@ -775,7 +792,8 @@ class Engine:
 
     def _done(self, sequence: Sequence) -> Done:
         assert sequence.reason is not None
-        sequence.stats.notes = self.drafter.warnings()
+        sequence.stats.notes = self.drafter.warnings(sequence.slot)
+        sequence.stats.shares = self.drafter.shares(sequence.slot)
         return Done(sequence.reason, sequence.stats)
 
     def _cache_prefix(self, sequence: Sequence, tokens: list[int], kind: SnapshotKind, slot: int) -> None:

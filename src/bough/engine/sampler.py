@@ -128,6 +128,10 @@ class Sampler:
             tokens = torch.tensor(generated, dtype=torch.int64, device=self._device)
             self.counts[slot].copy_(tokens.bincount(minlength=self._vocabulary))
 
+    def use_masks(self, slot: int, used: bool) -> None:
+        """Set whether the rows of a slot's next step have masks, which `set_masks` gives."""
+        self._state.use_masks(slot, used)
+
     def set_masks(self, row: int, masks: Sequence[np.ndarray | None]) -> None:
         """Set which tokens may follow the step's rows from `row` on: [V / 32] int32, a bit a token.
 

@@ -113,6 +113,9 @@ class OwnConstraint:
     def masks(self, tokens: Sequences[int], parents: Sequences[int]) -> list[np.ndarray | None]:
         return self._try(lambda: self._constraint.masks(tokens, parents), [None] * len(tokens))
 
+    def idle(self, rows: int) -> bool:
+        return self._try(lambda: self._constraint.idle(rows), True)
+
     def accept(self, tokens: Sequences[int]) -> int | None:
         return self._try(lambda: self._constraint.accept(tokens), None)
 

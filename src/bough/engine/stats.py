@@ -1,10 +1,11 @@
 """What one request cost: the only definition of throughput, TTFT and acceptance length."""
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from bough.compress.compressor import Report
+from bough.spec.shares import Shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,7 @@ class RequestStats:
     cached_after_answer: bool = False
     generated_tokens: int = 0
     reasoning_tokens: int = 0  # of the generated ones
+    reasoning_loops: int = 0  # reasoning that was ended because it repeated itself
     steps: int = 0
     step_tokens: int = 0  # committed by steps; the first token comes from prefill and is not among them
     plain_steps: int = 0  # with a tree that was only its root
@@ -39,6 +41,7 @@ class RequestStats:
     commit_s: float = 0.0
     seed: int = 0
     approximate: tuple[str, ...] = ()  # lossy settings, which may change the text
+    shares: Shares = field(default_factory=Shares)  # accepted tokens by proposer
     notes: list[str] = field(default_factory=list)  # what the user should know, in sentences
     compression: Report | None = None  # None: the prompt was read as it is, and nothing else was asked for
     _start: float = field(default_factory=time.perf_counter)
@@ -144,10 +147,12 @@ class RequestStats:
             "cached_after_answer": self.cached_after_answer,
             "generated_tokens": self.generated_tokens,
             "reasoning_tokens": self.reasoning_tokens,
+            "reasoning_loops": self.reasoning_loops,
             "steps": self.steps,
             "plain_steps": self.plain_steps,
             "acceptance_length": self.acceptance_length,
             "accepted_by_position": self.accepted_by_position,
+            "accepted_by": asdict(self.shares),
             "rows_per_step": self.rows_per_step,
             "ttft_s": self.ttft_s,
             "prefill_tok_s": self.prefill_tok_s,

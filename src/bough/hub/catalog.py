@@ -8,7 +8,7 @@ import functools
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +35,12 @@ class Match:
 @dataclass(frozen=True, slots=True)
 class Sampling:
     temperature: float
-    top_p: float
-    top_k: int
-    presence_penalty: float
+    _: KW_ONLY
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,7 @@ class Card:
     match: Match
     budget: int
     thinking: bool  # whether it reasons by default
+    effort: str  # of its reasoning where a request does not say; empty: its template's default
     sampling: Mapping[str, Sampling]  # recommended, by mode; empty: what the file recommends
 
 
@@ -158,6 +162,7 @@ def _read(path: Path) -> Card:
         ),
         budget=settings.take("budget", int),
         thinking=settings.take("thinking", bool),
+        effort=settings.take("effort", str, ""),
         sampling={} if sampling is None else {mode: _sampling(sampling.table(mode)) for mode in MODES},
     )
     for each in (table, match, settings, sampling, pair):

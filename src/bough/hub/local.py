@@ -89,6 +89,9 @@ def no_such_file(name: str, similar: Sequence[str] = ()) -> ModelNotFound:
     elif "/" in name or path.suffix == ".gguf":
         hint = ""
     else:
-        hint = "bough list shows short names; models on huggingface.co are named USER/REPO[:QUANT]"
+        hint = (
+            "bough list shows short names; others are GGUF repositories on huggingface.co, "
+            "USER/REPO[:QUANT]: unsloth/Llama-3.2-3B-Instruct-GGUF:Q4_K_M"
+        )
     what = "no such file" if "/" in name or path.suffix == ".gguf" else "no such file or short name"
     return ModelNotFound(f"{name}: {what}", hint)

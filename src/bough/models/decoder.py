@@ -26,6 +26,7 @@ from bough.models.layers import (
     takes_packed,
 )
 from bough.models.measure import MeasuringLoader, measured, weight_loader
+from bough.models.pooling import CLASSIFIER
 from bough.models.spec import ModelSpec
 from bough.models.step import AttentionBuffers, Buffers, DeltaBuffers, Pending, Step
 from bough.models.weights import Embedding, Matrix, Progress, WeightLoader
@@ -353,7 +354,7 @@ def check_tensors(file: GGUFFile, spec: ModelSpec, *, host_experts: int = 0) -> 
     plan = measured(file, lambda loader: Decoder(spec, loader, cpu), host_experts=host_experts)
     prediction = {f"blk.{len(spec.layers) + i}" for i in range(spec.mtp_layers)}
     for name in plan.unread():
-        if ".".join(name.split(".")[:2]) not in prediction:
+        if name != CLASSIFIER and ".".join(name.split(".")[:2]) not in prediction:
             raise UnsupportedModel(
                 f"{file.path}: tensor {name} is not part of a supported {spec.architecture} model"
             )

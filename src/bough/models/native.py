@@ -26,6 +26,7 @@ from bough.models.decoder import (
     check_tensors,
     rope_frequencies,
 )
+from bough.models.pooling import CLASSIFIER
 from bough.models.spec import ModelSpec
 from bough.models.step import AttentionBuffers, Buffers, Step
 from bough.models.weights import Progress, TensorSource, WeightLoader
@@ -57,7 +58,7 @@ def native_gap(
     for name, size in sizes.items():
         if size % 8:
             return f"a {name} size of {size}, needed a multiple of 8"
-    return weights_gap(file)
+    return weights_gap(file, without=(CLASSIFIER,))
 
 
 def weights_gap(file: TensorSource, *, without: Collection[str] = ()) -> str | None:
@@ -224,7 +225,6 @@ class NativeDecoder:
         logits: Tensor | None = None,
     ) -> Tensor:
         """Run a step, slot by slot; return features [B, n, taps * width] of each slot's last rows."""
-        check_taps(self.spec, taps)
         count = step.rows
         assert buffers.window is None and (step.is_chunk or count <= native.MAX_ROWS)
         skipped = 0 if tapped is None else max(0, count - tapped)
@@ -284,6 +284,7 @@ class NativeDecoder:
 
     def _wanted(self, taps: tuple[int, ...]) -> "ctypes.Array[ctypes.c_int32]":
         if taps not in self._taps:
+            check_taps(self.spec, taps)
             self._taps[taps] = (ctypes.c_int32 * len(taps))(*taps)
         return self._taps[taps]
 

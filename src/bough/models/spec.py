@@ -212,10 +212,14 @@ def _layers(keys: _Keys, family: Family) -> tuple[tuple[LayerKind, ...], int]:
     if recurrent is not None:
         if len(recurrent) < depth:
             raise keys.unsupported("attention.recurrent_layers", f"one flag for each of {depth} layers")
+        if all(recurrent[:depth]):
+            raise keys.unsupported("attention.recurrent_layers", "at least one layer with attention")
         return tuple("delta" if flag else "attention" for flag in recurrent[:depth]), mtp
     interval = keys.count("full_attention_interval", default=4)
     if interval < 1:
         raise keys.unsupported("full_attention_interval", "a positive number")
+    if depth < interval:
+        raise keys.unsupported("block_count", f"at least {interval} layers, one of them with attention")
     return tuple("delta" if (i + 1) % interval else "attention" for i in range(depth)), mtp
 
 

@@ -40,7 +40,16 @@ _QUEUE_LIMIT = 4  # snapshots; beyond it the oldest is not written
 _ABANDONED = 3600  # seconds after which a partial file has no writer any more
 _SAMPLES, _SAMPLE, _HEAD = 256, 4096, 1 << 20  # of a model's file: their count, bytes of each and of the head
 
-_Damage = (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error, RuntimeError)
+_Damage = (
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    struct.error,
+    RuntimeError,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -124,6 +133,8 @@ class SnapshotFiles:
                     part.unlink()
         for path in sorted(self._folder.glob(f"{self._identity[:16]}-*{_SUFFIX}")):
             try:
+                if not path.is_file():  # opening a pipe waits for a writer
+                    raise ValueError("it is not a regular file")
                 with path.open("rb") as file:
                     header, _ = _read_header(file, self._identity)
                     tokens = file.read(4 * header["length"])

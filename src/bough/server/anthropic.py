@@ -9,10 +9,10 @@ from bough.errors import UsageError
 from bough.server import options, outputs
 from bough.server.failures import Failure
 from bough.server.options import Thinking
-from bough.server.outputs import GeneratedOutput, OutputBlock
 from bough.server.schemas import MessagesBody, Object
 from bough.server.service import Service
 from bough.server.sse import comment, event
+from bough.session.collected import GeneratedOutput, OutputBlock
 from bough.session.requests import Finished, Progress, SessionEvent, TextRequest
 from bough.session.worker import Job
 
@@ -35,8 +35,7 @@ def to_request(body: MessagesBody, service: Service) -> TextRequest:
         max_tokens=options.token_limit(fields, "max_tokens"),
         sampling=options.sampling(service.defaults(thinking.on), fields),
         stop=options.stops(body.stop_sequences),
-        thinking=thinking.on,
-        thinking_budget=thinking.budget,
+        **thinking.fields(body.bough),
         grammar=options.format_grammar(form, where),
         continue_final=options.continues(messages),
         draft_budget=body.bough.budget if body.bough else None,
@@ -54,12 +53,12 @@ def _thinking(body: MessagesBody) -> Thinking:
     effort = options.effort((body.output_config or {}).get("effort"), "output_config.effort")
     match thinking.get("type"):
         case "enabled":
-            return Thinking(True, budget)
+            return Thinking(True, budget, effort.effort)
         case "disabled":
             return Thinking(on=False)
         case "adaptive" | None:
-            # The template's default decides; the effort only limits the budget.
-            return Thinking(None, effort.budget)
+            # The template's default decides whether there is any; the effort only how much.
+            return Thinking(None, effort=effort.effort)
     raise UsageError(
         f"thinking.type is {thinking.get('type')!r}; needs enabled, disabled or adaptive",
         param="thinking.type",
@@ -281,6 +280,7 @@ def _usage(finished: Finished) -> Object:
         "cache_creation_input_tokens": 0,
         "output_tokens": stats.generated_tokens,
         "speculation": outputs.speculation(stats),
+        **outputs.loops(stats),
         **outputs.approximate(stats),
         **outputs.reused(stats),
         **outputs.compression(stats),

@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 import bough
 from bough.config import ServerConfig
 from bough.errors import BoughError, UsageError
-from bough.server import anthropic, chat, completions, ollama, prefill, responses
+from bough.server import anthropic, chat, completions, llama, ollama, prefill, responses, vectors
 from bough.server.bodies import BodyRoute
 from bough.server.failures import Failure, failure_of, invalid, unreadable
 from bough.server.guard import Guard
@@ -29,11 +29,17 @@ from bough.server.schemas import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    EmbeddingBody,
+    InfillBody,
+    LlamaCompletionBody,
     MessagesBody,
     OllamaChatBody,
+    OllamaEmbedBody,
+    OllamaEmbeddingsBody,
     OllamaGenerateBody,
     OllamaShowBody,
     PrefillBody,
+    RerankBody,
     ResponsesBody,
     TemplateBody,
     TokenizeBody,
@@ -73,6 +79,8 @@ def create_app(models: Models, config: ServerConfig, *, metrics: Metrics) -> Fas
     app.add_middleware(RefusalLog)
     app.router.route_class = BodyRoute
     _generation(app, models)
+    _llama(app, models)
+    _vectors(app, models)
     _prefill(app, models)
     _ollama(app, models)
     _text(app, models)
@@ -129,6 +137,15 @@ def _generation(app: FastAPI, models: Models) -> None:
                 return Response(stream, media_type=EVENTS) if body.stream else JSONResponse(writer.result())
             return await service.respond(request, requests, writer, stream=body.stream)
 
+    @_post(app, "/v1/fim/completions", "Mistral")
+    async def fim_completions(body: CompletionBody, request: Request) -> Response:
+        """Fill the gap before `suffix`; the response is that of a chat."""
+        async with models.use(request, body.model) as service:
+            shown = ChatBody(model=body.model, messages=[{"role": "user", "content": ""}])
+            writer = chat.ChatWriter(service, shown, _new_id("fim"))
+            requests = completions.to_requests(body, service)
+            return await service.respond(request, requests, writer, stream=body.stream)
+
     @_post(app, "/v1/responses", "OpenAI")
     async def create_response(body: ResponsesBody, request: Request) -> Response:
         async with models.use(request, body.model) as service:
@@ -154,6 +171,66 @@ def _generation(app: FastAPI, models: Models) -> None:
         async with models.use(request, body.model) as service:
             ids = await service.encode(request, anthropic.to_request(body, service))
             return {"input_tokens": len(ids)}
+
+
+def _llama(app: FastAPI, models: Models) -> None:
+    @_post(app, "/infill", "llama.cpp")
+    async def infill(body: InfillBody, request: Request) -> Response:
+        """Fill the gap between two texts."""
+        async with models.use(request, body.model) as service:
+            gap = llama.infill_request(body, service)
+            writer = llama.LlamaWriter(service, body)
+            if body.n_predict == 0:
+                ids = await service.encode(request, gap)
+                if service.session.caches_prefixes:
+                    await service.prefill(request, gap, llama.WARM_S)
+                return JSONResponse(writer.read(len(ids)))
+            return await service.respond(request, [gap], writer, stream=body.stream)
+
+    @_post(app, "/completion", "llama.cpp")
+    async def native_completion(body: LlamaCompletionBody, request: Request) -> Response:
+        async with models.use(request, body.model) as service:
+            requests = [llama.completion_request(body, service)]
+            return await service.respond(
+                request, requests, llama.LlamaWriter(service, body), stream=body.stream
+            )
+
+
+def _vectors(app: FastAPI, models: Models) -> None:
+    async def run(
+        request: Request,
+        body: EmbeddingBody | OllamaEmbedBody | OllamaEmbeddingsBody | RerankBody,
+        requests: list[TextRequest],
+    ) -> Response:
+        async with models.use(request, body.model) as service:
+            return await service.respond(request, requests, vectors.VectorWriter(service, body), stream=False)
+
+    @_post(app, "/v1/embeddings", "OpenAI")
+    async def embeddings(body: EmbeddingBody, request: Request) -> Response:
+        """Return a vector for each input."""
+        return await run(request, body, vectors.embedding_requests(body.input, dimensions=body.dimensions))
+
+    @_post(app, "/v1/rerank", "Rerank")
+    async def rerank(body: RerankBody, request: Request) -> Response:
+        """Sort documents by how well they answer a query."""
+        return await run(request, body, vectors.rerank_requests(body))
+
+    for alias in ("/v2/rerank", "/v1/reranking", "/reranking"):
+        app.add_api_route(alias, rerank, methods=["POST"], include_in_schema=False)
+
+    @_post(app, "/api/embed", "Ollama")
+    async def ollama_embed(body: OllamaEmbedBody, request: Request) -> Response:
+        if not body.input:
+            return JSONResponse({"model": body.model or "", "embeddings": []})
+        options = {"dimensions": body.dimensions, "truncate": body.truncate}
+        return await run(request, body, vectors.embedding_requests(body.input, **options))
+
+    @_post(app, "/api/embeddings", "Ollama")
+    async def ollama_embeddings(body: OllamaEmbeddingsBody, request: Request) -> Response:
+        """Return one vector, which is not normalised: Ollama's old route."""
+        if not body.prompt:
+            return JSONResponse({"embedding": []})
+        return await run(request, body, vectors.embedding_requests(body.prompt))
 
 
 def _prefill(app: FastAPI, models: Models) -> None:
@@ -184,7 +261,7 @@ def _ollama(app: FastAPI, models: Models) -> None:
     async def ollama_generate(body: OllamaGenerateBody, request: Request) -> Response:
         async with models.use(request, body.model) as service:
             model = body.model or service.model_name
-            if not body.prompt:
+            if not body.prompt and not body.suffix:
                 return JSONResponse(ollama.loaded(model))
             writer = ollama.OllamaWriter(service, model, chat=False)
             requests = [ollama.generate_request(body, service)]

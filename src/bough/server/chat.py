@@ -1,5 +1,6 @@
 """OpenAI chat completions: request bodies in, one object or a stream of chunks out."""
 
+import itertools
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -8,10 +9,10 @@ from typing import Any
 from bough.errors import UsageError
 from bough.server import options, outputs
 from bough.server.failures import Failure
-from bough.server.outputs import GeneratedOutput
 from bough.server.schemas import ChatBody, Object, TemplateBody
 from bough.server.service import Service
 from bough.server.sse import DONE, comment, event
+from bough.session.collected import GeneratedOutput
 from bough.session.requests import (
     Finished,
     Progress,
@@ -26,8 +27,17 @@ from bough.session.requests import (
 )
 from bough.session.worker import Job
 
+MAX_TEMPLATE_VALUES = 10_000  # some 25 us each
 # Template variables that other fields of the request set.
-_RESERVED = ("messages", "tools", "add_generation_prompt", "thinking", "boundaries", "continue_final")
+_RESERVED = (
+    "messages",
+    "tools",
+    "add_generation_prompt",
+    "thinking",
+    "effort",
+    "boundaries",
+    "continue_final",
+)
 
 
 def to_requests(body: ChatBody, service: Service) -> list[TextRequest]:
@@ -57,8 +67,7 @@ def to_requests(body: ChatBody, service: Service) -> list[TextRequest]:
         stop=options.stops(body.stop),
         stop_token_ids=ends.stop_token_ids,
         ignore_eos=ends.ignore_eos,
-        thinking=thinking.on,
-        thinking_budget=thinking.budget,
+        **thinking.fields(body.bough),
         grammar=grammar,
         continue_final=continues(body),
         template_options=template_options,
@@ -77,6 +86,17 @@ def continues(body: ChatBody | TemplateBody) -> bool:
 
 
 def check_template_options(given: Mapping[str, Any]) -> None:
+    pending: list[Any] = [given]
+    for count in itertools.count():
+        if not pending:
+            break
+        if count > MAX_TEMPLATE_VALUES:
+            raise UsageError(
+                f"chat_template_kwargs has more than {MAX_TEMPLATE_VALUES} values",
+                param="chat_template_kwargs",
+            )
+        value = pending.pop()
+        pending += value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
     for name in _RESERVED:
         if name in given:
             raise UsageError(
@@ -299,6 +319,7 @@ def usage_of(found: list[GeneratedOutput], copies: int) -> Object:
         "prompt_tokens_details": {"cached_tokens": sum(each.cached_tokens for each in prompts)},
         "completion_tokens_details": {"reasoning_tokens": sum(each.reasoning_tokens for each in stats)},
         "speculation": outputs.speculation(*stats),
+        **outputs.loops(*stats),
         **outputs.approximate(*stats),
         **outputs.reused(*stats),
         **outputs.compression(*prompts),

@@ -9,12 +9,13 @@ from bough.errors import UsageError
 from bough.server import options, outputs
 from bough.server.chat import usage_of
 from bough.server.failures import Failure
-from bough.server.outputs import GeneratedOutput
 from bough.server.schemas import CompletionBody, Object
 from bough.server.service import Service
 from bough.server.sse import DONE, comment, event
+from bough.session.collected import GeneratedOutput
 from bough.session.requests import (
     Finished,
+    Infill,
     Reasoning,
     SessionEvent,
     Text,
@@ -30,8 +31,7 @@ def to_requests(body: CompletionBody, service: Service) -> list[TextRequest]:
     """Return `n` requests for each prompt."""
     count = body.n or 1
     options.reject_unsupported(body.extras)
-    if body.suffix:
-        raise UsageError("suffix is set; the model only continues text", param="suffix")
+    gap = Infill(body.suffix) if body.suffix else None
     if body.best_of is not None and body.best_of != count:
         raise UsageError(f"best_of is {body.best_of}; needs the value of n, {count}", param="best_of")
     if body.echo and body.logprobs is not None:
@@ -48,6 +48,7 @@ def to_requests(body: CompletionBody, service: Service) -> list[TextRequest]:
     return [
         TextRequest(
             prompt=prompt,
+            infill=gap,
             max_tokens=0 if only_echo(body) else options.token_limit(fields, "max_tokens", "n_predict"),
             sampling=each,
             stop=options.stops(body.stop),
@@ -71,7 +72,7 @@ def _prompts(body: CompletionBody) -> list[str | list[int]]:
     prompt: Any = body.prompt
     if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
         prompt = [prompt]
-    if not prompt or not all(prompt):
+    if not body.suffix and (not prompt or not all(prompt)):
         raise UsageError("prompt is empty; needs some text", param="prompt")
     return list(prompt)
 

@@ -1,13 +1,51 @@
 """What /props shows of a loaded model."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from bough.config import EngineConfig
+from bough.gguf.reader import GGUFFile
+from bough.hub.names import GGUFSet
 from bough.memory.planner import format_names
 from bough.session.session import Session
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FileFacts:
+    """What a model's file says without being loaded."""
+
+    architecture: str = ""
+    parameters: int = 0
+    quantisation: str = ""
+
+    @property
+    def parameter_size(self) -> str:
+        billions = self.parameters / 1e9
+        size = f"{billions:.1f}B" if billions >= 1 else f"{1e3 * billions:.1f}M"
+        return size if self.parameters else ""
+
+
+@functools.cache
+def file_facts(path: Path) -> FileFacts:
+    with GGUFFile.open(path) as file:
+        weights: dict[str, int] = {}
+        for info in file.tensors.values():
+            weights[info.type.name] = weights.get(info.type.name, 0) + info.elements
+        label = GGUFSet((path.name,), 0).label
+        quantisation = max(weights, key=lambda name: weights[name]) if label == path.name else label
+        return FileFacts(file.architecture, sum(weights.values()), quantisation)
+
+
+def _proposer(session: Session, config: EngineConfig) -> str:
+    """Return what proposes tokens: draft, mtp, lookup or nothing."""
+    if config.speculation is None:
+        return "nothing"
+    if config.draft is not None:
+        return "draft"
+    return "mtp" if session.engine.drafter.taps else "lookup"
 
 
 def model_facts(session: Session, path: Path, config: EngineConfig) -> Mapping[str, Any]:
@@ -17,6 +55,7 @@ def model_facts(session: Session, path: Path, config: EngineConfig) -> Mapping[s
         "architecture": model.spec.architecture,
         "context_length": model.spec.context_length,
         "device": str(model.device),
+        "pooling": session.vector_spec and session.vector_spec.pooling.name,
         "weights_bytes": session.plan.weights,
         "memory_bytes": session.plan.total,
         "kv": format_names(session.plan.kv),
@@ -25,6 +64,8 @@ def model_facts(session: Session, path: Path, config: EngineConfig) -> Mapping[s
         "window": session.engine.states.buffers.window,
         "approximate": session.engine.approximate,
         "draft": config.draft.path.name if config.draft else None,
+        "proposes": _proposer(session, config),
+        "warnings": session.engine.drafter.warnings(-1),
         "budget": config.speculation.budget if config.speculation else 0,
         "prefix_cache": dataclasses.asdict(session.engine.prefixes.usage),
         "compress": config.compress.mode,

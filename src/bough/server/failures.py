@@ -17,6 +17,7 @@ _ANTHROPIC = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
+MAX_MESSAGE, MAX_PARAM = 2000, 200  # characters
 _SETTING = re.compile(r"`([a-z_]+)`")
 _UNION_TYPE = re.compile(r"str|int|bool|(list|dict)\[.*\]")
 
@@ -28,6 +29,11 @@ class Failure:
     param: str | None = None
     code: str | None = None
     retry_after_s: int | None = None
+
+    def __post_init__(self) -> None:
+        # Messages quote values of the request, which may have megabytes.
+        object.__setattr__(self, "message", _cut(self.message, MAX_MESSAGE))
+        object.__setattr__(self, "param", self.param and _cut(self.param, MAX_PARAM))
 
     @property
     def headers(self) -> dict[str, str]:
@@ -130,6 +136,11 @@ def _wanted(error: Mapping[str, Any]) -> str:
         case "model_attributes_type" | "model_type" | "dict_type":
             return "needs an object"
     return error["msg"][:1].lower() + error["msg"][1:]
+
+
+def _cut(text: str, limit: int) -> str:
+    """Return a text without its middle where it is longer; what helps is at its end."""
+    return text if len(text) <= limit else f"{text[: limit * 3 // 4]} [...] {text[-limit // 5 :]}"
 
 
 def _short(value: Any) -> str:

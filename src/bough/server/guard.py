@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from bough.config import ServerConfig
 from bough.server.bodies import LARGE, MAX_VALUES, repaired, too_many_values
+from bough.server.connections import TRUST
 from bough.server.failures import Failure
 from bough.server.listen import is_loopback
 
@@ -41,6 +42,10 @@ class Guard:
                 message["headers"] = [*message["headers"], *_raw(added)]
             await send(message)
 
+        if "transfer-encoding" in headers and "content-length" in headers:
+            # Where the body ends depends on who reads it: the rest must not count as another request.
+            failure = Failure(400, "the request has Content-Length and Transfer-Encoding; needs one of them")
+            return await _refuse(reply, failure, path, {"connection": "close"})
         failure = self._refusal(scope, headers, allowed)
         if failure is not None:
             return await _refuse(reply, failure, path, _ask_for_password(scope, headers, failure))
@@ -78,6 +83,7 @@ class Guard:
         # A list, so that the time does not tell which pair was equal.
         if not any([_equal(key, right) for key in given for right in self._config.api_keys]):
             return Failure(401, "the key is wrong", code="invalid_api_key")
+        scope.get("state", {}).get(TRUST, lambda: None)()
         return None
 
     def _allows(self, origin: str, host: str) -> bool:
@@ -143,7 +149,7 @@ def _host(value: str) -> str:
 def _keys(headers: Headers) -> list[str]:
     """Return the keys from both headers that clients use; browsers send the key as a password."""
     given = headers.getlist("x-api-key")
-    scheme, _, value = headers.get("authorization", "").partition(" ")
+    scheme, _, value = headers.get("authorization", "").replace("\t", " ").partition(" ")
     if scheme.lower() == "bearer":
         given.append(value.strip())
     if scheme.lower() == "basic":

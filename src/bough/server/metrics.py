@@ -46,6 +46,9 @@ class Metrics:
         self._prefix_cache = Gauge(
             f"{PREFIX}prefix_cache", "Contents of the prefix cache", ("what",), registry=registry
         )
+        self._checking = Gauge(
+            f"{PREFIX}num_requests_checking", "Requests checked before the queue", registry=registry
+        )
         self._running = Gauge(f"{PREFIX}num_requests_running", "Running requests", registry=registry)
 
     def count(self, _job: Job, result: RequestResult) -> None:
@@ -75,6 +78,7 @@ class Metrics:
         usage = [each.facts().get("prefix_cache", {}) for each in ready]
         total = {what: sum(each[what] for each in usage) for what in (usage[0] if usage else ())}
         self.observe([each.worker for each in services], total)
+        self._checking.set(sum(each.checks.count for each in services))
         return generate_latest(self._registry)
 
     def families(self) -> list[Metric]:

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from fastapi import Request
@@ -15,7 +16,8 @@ from bough.config import ServerConfig
 from bough.errors import ModelNotFound, QueueFull, ResourceError, Unavailable
 from bough.server.service import Facts, Service
 from bough.server.sse import unless_gone
-from bough.session.worker import Loader, Worker
+from bough.session.reader import RequestReader
+from bough.session.worker import Loader, TextSession, Worker
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +35,7 @@ class ServedModel:
     facts: Facts = lambda session: {}
     aliases: frozenset[str] = frozenset()  # what else it is called: the file, the repository
     size: int = 0  # bytes of its file
+    path: Path | None = None  # of its file
 
 
 @dataclass(slots=True, eq=False)
@@ -87,6 +90,12 @@ class Models:
         self._stopping = True
         for each in self.residents:
             each.service.worker.cancel_all()
+
+    def refuse(self) -> None:
+        """Take no more requests; those that wait are refused at once, those that run go on."""
+        self._stopping = True
+        for each in self.residents:
+            each.service.worker.refuse()
 
     async def refresh(self) -> None:
         """Bring up to date what is shown of the models in memory."""
@@ -148,7 +157,7 @@ class Models:
         return resident
 
     def _service(self, model: ServedModel) -> Service:
-        return Service(self._worker(model.load), self._config, model.name, model.facts)
+        return Service(self._worker(_isolated(model.load)), self._config, model.name, model.facts)
 
     def _request(self, model: ServedModel) -> Resident:
         """Return a model that is going to be loaded as soon as there is room."""
@@ -222,10 +231,26 @@ class Models:
         """Return whether requests are taken, and the state of the model that was used last."""
         found = self._residents.get(self._recent.name)
         loaded = sum(each.is_loaded for each in self._residents.values())
-        counted = {"models": loaded, "models_max": self._config.models_max}
+        counted = {
+            "models": loaded,
+            "models_max": self._config.models_max,
+            "checking": sum(each.service.checks.count for each in self.residents),
+        }
         if found is None:
             return True, {"status": "idle", "progress": 0.0, "waiting": 0, "running": 0, **counted}
         state = found.service.worker.describe()
         waiting = state["waiting"] + (found.users if found.is_awaited else 0)
         taken = state["status"] == "ok" or found.is_awaited
         return taken, {**state, "waiting": waiting, **counted}
+
+
+def _isolated(load: Loader) -> Loader:
+    """Return what loads a session that compiles clients' grammars in processes of their own."""
+
+    def loaded(progress: Callable[[int, int], None]) -> TextSession:
+        session = load(progress)
+        if isinstance(session, RequestReader):
+            session.isolate_grammars()
+        return session
+
+    return loaded

@@ -10,14 +10,15 @@ from typing import Any
 import bough
 from bough.errors import UsageError
 from bough.server import chat, options, outputs
+from bough.server.facts import FileFacts, file_facts
 from bough.server.failures import Failure
 from bough.server.models import Models, Resident, ServedModel
 from bough.server.options import Thinking
-from bough.server.outputs import GeneratedOutput
 from bough.server.schemas import Object, OllamaBody, OllamaChatBody, OllamaGenerateBody
 from bough.server.service import Service
-from bough.session.requests import Finished, Grammar, Reasoning, SessionEvent, Text, TextRequest
-from bough.session.worker import Job, State
+from bough.session.collected import GeneratedOutput
+from bough.session.requests import Finished, Grammar, Infill, Reasoning, SessionEvent, Text, TextRequest
+from bough.session.worker import Job, State, TextReader
 
 LINES = "application/x-ndjson"
 NEVER = "2318-01-01T00:00:00Z"  # a model stays until another needs its place
@@ -31,9 +32,11 @@ def chat_request(body: OllamaChatBody, service: Service) -> TextRequest:
 
 
 def generate_request(body: OllamaGenerateBody, service: Service) -> TextRequest:
-    for name in ("suffix", "template", "context", "images"):
+    for name in ("template", "context", "images"):
         if getattr(body, name):
             raise UsageError(f"{name} is set; this server does not support it", param=name)
+    if body.suffix:
+        return _request(body, service, prompt=body.prompt, infill=Infill(body.suffix))
     if body.raw:
         return _request(body, service, prompt=body.prompt)
     system = [{"role": "system", "content": body.system}] if body.system else []
@@ -53,8 +56,7 @@ def _request(body: OllamaBody, service: Service, **rest: Any) -> TextRequest:
         max_tokens=limit,
         sampling=options.sampling(service.defaults(thinking.on), given.__dict__),
         stop=options.stops(given.stop),
-        thinking=thinking.on,
-        thinking_budget=thinking.budget,
+        **thinking.fields(),
         grammar=_grammar(body.format),
         compress=options.compression({"compress": body.compress}),
     )
@@ -164,6 +166,7 @@ class OllamaWriter:
             "prompt_eval_duration": prompt,
             "eval_count": stats.generated_tokens,
             "eval_duration": decode,
+            **outputs.loops(stats),
             **outputs.approximate(stats),
             **outputs.compression(stats),
         }
@@ -195,21 +198,25 @@ class About:
         model = self.models.named(name)
         resident = self.models.resident(model.name)
         found = _facts(resident)
-        family, info, abilities = found.get("architecture", ""), {}, ["completion", "tools"]
+        family, info = found.get("architecture", ""), {}
+        abilities = ["completion", "tools"]
         if resident is not None:
             service = resident.service
             session, sampling = service.session, service.sampling_facts()
             abilities += ["thinking"] if session.template.supports_thinking else []
+            abilities += ["insert"] if session.tokenizer.infill is not None else []
+            if session.vector_spec is not None:
+                abilities = ["embedding"]
             info = {
                 "parameters": "\n".join(f"{name} {value}" for name, value in sampling.items()),
-                "template": session.template.source,
+                "template": _template(session),
                 "model_info": {"general.architecture": family, f"{family}.context_length": session.max_ctx},
             }
         return {
             "modelfile": f"FROM {model.name}\n",
             "parameters": "",
             "template": "",
-            "details": _details(family),
+            "details": _details(model),
             "model_info": {},
             "capabilities": abilities,
             "modified_at": self.started,
@@ -224,7 +231,7 @@ class About:
             "modified_at": self.started,
             "size": model.size,
             "digest": hashlib.sha256(f"{bough.__version__} {name}".encode()).hexdigest(),
-            "details": _details(_facts(resident).get("architecture", "")),
+            "details": _details(model),
         }
 
     def _loaded(self, resident: Resident) -> Object:
@@ -239,7 +246,14 @@ class About:
             "expires_at": NEVER,
             **state,
             "device": found.get("device", ""),
+            "warnings": found.get("warnings", []),
         }
+
+
+def _template(session: TextReader) -> str:
+    """Return the chat template; editors look for .Suffix in it before they ask for the text of a gap."""
+    gap = "{#- .Suffix: the text after a gap -#}" if session.tokenizer.infill is not None else ""
+    return session.template.source + gap
 
 
 def _facts(resident: Resident | None) -> Mapping[str, Any]:
@@ -249,14 +263,15 @@ def _facts(resident: Resident | None) -> Mapping[str, Any]:
     return resident.service.facts()
 
 
-def _details(family: str) -> Object:
+def _details(model: ServedModel) -> Object:
+    file = file_facts(model.path) if model.path is not None else FileFacts()
     return {
         "parent_model": "",
         "format": "gguf",
-        "family": family,
-        "families": [family],
-        "parameter_size": "",
-        "quantization_level": "",
+        "family": file.architecture,
+        "families": [file.architecture],
+        "parameter_size": file.parameter_size,
+        "quantization_level": file.quantisation,
     }
 
 

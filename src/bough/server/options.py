@@ -6,20 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from bough.config import EFFORTS
 from bough.engine.sampler import SamplingParams
 from bough.errors import UsageError
-from bough.server.schemas import Object
+from bough.server.schemas import Extension, Object
 from bough.session.requests import CompressOptions, Grammar
 
-# Reasoning budget in tokens; None: no limit.
-EFFORTS: Mapping[str, int | None] = {
-    "minimal": 512,
-    "low": 2048,
-    "medium": 8192,
-    "high": None,
-    "xhigh": None,
-    "max": None,
-}
+MAX_COUNT = 2**31 - 1  # of tokens; a larger number is no limit either
 MAX_BIAS = 100  # as OpenAI limits it
 MAX_STOP_IDS = 32
 _SAMPLING = (
@@ -40,11 +33,25 @@ class Thinking:
 
     on: bool | None = None
     budget: int | None = None
+    effort: str | None = None
 
     def otherwise(self, other: "Thinking") -> "Thinking":
+        # An effort that is a number of tokens stands for a budget.
+        says = self.budget is not None or (self.effort is not None and EFFORTS[self.effort] is not None)
         return Thinking(
-            other.on if self.on is None else self.on, other.budget if self.budget is None else self.budget
+            other.on if self.on is None else self.on,
+            self.budget if says else other.budget,
+            self.effort or other.effort,
         )
+
+    def fields(self, extension: Extension | None = None) -> dict[str, Any]:
+        """Return the fields of a TextRequest."""
+        return {
+            "thinking": self.on,
+            "thinking_budget": self.budget,
+            "effort": self.effort,
+            "break_loops": extension is None or extension.break_loops,
+        }
 
 
 def sampling(
@@ -62,6 +69,8 @@ def sampling(
         given["seed"] %= 2**64  # clients send any integer
     if given.get("top_k", 0) == -1:  # some clients' value for no limit
         given["top_k"] = 0
+    if "top_k" in given:
+        given["top_k"] = min(given["top_k"], MAX_COUNT)
     if given.get("top_p") == 0:  # only the likeliest token
         given["top_p"] = 1e-9
     return replace(defaults, **given, logit_bias=_biases(fields.get("logit_bias")), logprobs=logprobs)
@@ -104,7 +113,7 @@ def token_limit(fields: Mapping[str, Any], *names: str) -> int | None:
         if value is not None and value != -1:  # -1: some clients' value for no limit
             if value < 1:
                 raise UsageError(f"{name} is {value}; needs at least 1", param=name)
-            return value
+            return min(value, MAX_COUNT)
     return None
 
 
@@ -119,7 +128,7 @@ def effort(value: Any, field: str) -> Thinking:
         return Thinking(on=False)
     if not isinstance(value, str) or value not in EFFORTS:
         raise UsageError(f"{field} is {value!r}; needs one of none, {', '.join(EFFORTS)}", param=field)
-    return Thinking(True, EFFORTS[value])
+    return Thinking(True, effort=value)
 
 
 def thinking_switch(fields: Mapping[str, Any]) -> Thinking:
@@ -131,7 +140,8 @@ def thinking_switch(fields: Mapping[str, Any]) -> Thinking:
             f"chat_template_kwargs.enable_thinking is {on!r}; needs true or false",
             param="chat_template_kwargs.enable_thinking",
         )
-    named = Thinking(on, fields.get("thinking_budget"))
+    budget = fields.get("thinking_budget")
+    named = Thinking(on, budget if budget is None else min(budget, MAX_COUNT))
     return named.otherwise(effort(fields.get("reasoning_effort"), "reasoning_effort"))
 
 
@@ -356,6 +366,11 @@ def function_tool(
     if parameters is not None and not isinstance(parameters, Mapping):
         raise UsageError(
             f"{field}.parameters is {parameters!r}; needs a JSON schema", param=f"{field}.parameters"
+        )
+    if parameters and parameters.get("type", "object") not in ("object", ["object"]):
+        raise UsageError(
+            f"{field}.parameters.type is {parameters['type']!r}; needs object: a tool has named arguments",
+            param=f"{field}.parameters.type",
         )
     function: Object = {"name": name}
     if isinstance(description, str):

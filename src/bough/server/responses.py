@@ -10,10 +10,10 @@ from bough.errors import UsageError
 from bough.server import options, outputs
 from bough.server.failures import Failure
 from bough.server.options import Thinking
-from bough.server.outputs import GeneratedOutput, OutputBlock
 from bough.server.schemas import Object, ResponsesBody
 from bough.server.service import Service
 from bough.server.sse import comment, event
+from bough.session.collected import GeneratedOutput, OutputBlock
 from bough.session.requests import Finished, SessionEvent, TextRequest, TokenLogprob
 from bough.session.worker import Job
 
@@ -51,8 +51,7 @@ def to_request(body: ResponsesBody, service: Service) -> TextRequest:
         parallel_tool_calls=body.parallel_tool_calls is not False,
         max_tokens=options.token_limit(fields, "max_output_tokens"),
         sampling=options.sampling(service.defaults(thinking.on), fields, logprobs=logprobs),
-        thinking=thinking.on,
-        thinking_budget=thinking.budget,
+        **thinking.fields(body.bough),
         grammar=options.format_grammar(form, "text.format"),
         draft_budget=body.bough.budget if body.bough else None,
         compress=options.compression(fields),
@@ -392,6 +391,7 @@ class ResponsesWriter:
                 "output_tokens_details": {"reasoning_tokens": stats.reasoning_tokens},
                 "total_tokens": stats.sent_tokens + stats.generated_tokens,
                 "speculation": outputs.speculation(stats),
+                **outputs.loops(stats),
                 **outputs.approximate(stats),
                 **outputs.reused(stats),
                 **outputs.compression(stats),

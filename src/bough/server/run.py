@@ -15,6 +15,7 @@ from fastapi import FastAPI
 from bough.config import ServerConfig
 from bough.server.app import create_app
 from bough.server.connections import (
+    SHARE,
     Connections,
     accepts_at_once,
     descriptor_limit,
@@ -30,6 +31,7 @@ from bough.session.worker import Ended, EngineWorker, Job, Loader, RequestResult
 
 log = logging.getLogger(__name__)
 
+CANCEL_S = 2.0  # of the time that requests get to finish, to end those that have not
 MAX_ERROR = 300  # characters of an error in the log
 # The engine's thread asks for the interpreter at every step; waiting 5 ms for it, Python's own choice, while
 # the events of the step before are written would cost more than the step's work on the host.
@@ -83,7 +85,8 @@ def record(metrics: Metrics) -> Ended:
 
 def make_server(app: FastAPI, config: ServerConfig) -> uvicorn.Server:
     descriptors = descriptor_limit()
-    connections = Connections(most_connections(descriptors, descriptors_used()))
+    share = SHARE if config.api_keys else 1.0
+    connections = Connections(most_connections(descriptors, descriptors_used()), share=share)
     return _Server(
         uvicorn.Config(
             app,
@@ -104,13 +107,18 @@ async def _serve(
     server: uvicorn.Server, models: Models, listening: socket.socket, ready: Callable[[Any], None]
 ) -> None:
     def stop(number: int) -> None:
-        # SIGINT and any second signal cancel running requests; a first SIGTERM lets them finish.
+        # SIGINT and any second signal cancel running requests; a first SIGTERM lets them finish. What has not
+        # finished in time is cancelled before the HTTP server gives up, so that streams end with an error.
         if number == signal.SIGINT or server.should_exit:
             models.cancel_all()
+        else:
+            models.refuse()
+            loop.call_later(max(drain_s / 2, drain_s - CANCEL_S), models.cancel_all)
         log.info("stopping")
         server.should_exit = True
 
     loop = asyncio.get_running_loop()
+    drain_s = server.config.timeout_graceful_shutdown or 0
     handlers = {
         number: signal.signal(number, lambda number, _frame: loop.call_soon_threadsafe(stop, number))
         for number in (signal.SIGINT, signal.SIGTERM)
@@ -170,5 +178,6 @@ def line(job: Job, result: RequestResult) -> str:
         f"accept {stats.acceptance_length:.2f}/step" if stats.steps else "",
         f"waited {result.waited_s:.1f} s" if result.waited_s >= 0.1 else "",
         result.finished.reason,
+        *stats.notes,
     ]
     return " · ".join(filter(None, parts))

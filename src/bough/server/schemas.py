@@ -1,7 +1,7 @@
 """Request bodies of the protocols; unknown fields are accepted and ignored."""
 
 import math
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -39,6 +39,8 @@ class Body(BaseModel):
 
 def _check_length(value: Object | list[Any], name: str) -> None:
     limit = MAX_LENGTHS.get(name)
+    if isinstance(value, list) and isinstance(next(iter(value), None), int):
+        return  # token ids cost little, and the context limits them
     if limit is not None and len(value) > limit:
         raise UsageError(f"{name} has {len(value)} entries; needs at most {limit}", param=name)
 
@@ -61,6 +63,7 @@ class Extension(Body):
 
     trees: bool = Field(False, description="Send the tree of every step in the chunks.")
     budget: int | None = Field(None, ge=0, le=63, description="Most draft tokens a step; 0: plain decoding.")
+    break_loops: bool = Field(True, description="End reasoning that repeats itself.")
 
 
 class SamplingFields(Body):
@@ -132,6 +135,43 @@ class CompletionBody(SamplingBody):
     echo: bool | None = None
     best_of: int | None = None
     suffix: str | None = None
+
+
+class LlamaBody(SamplingBody):
+    """Fields of llama.cpp's own routes."""
+
+    samplers: list[str] | str | None = Field(None, description="Samplers in use; the others are off.")
+    response_fields: list[str] | None = Field(
+        None, description="Paths of fields to return: timings/prompt_n."
+    )
+
+
+class LlamaCompletionBody(LlamaBody):
+    prompt: str | list[int]
+
+
+class InfillBody(LlamaBody):
+    input_prefix: str = Field(description="The text before the gap.")
+    input_suffix: str = Field(description="The text after it.")
+    input_extra: list[Object] | None = Field(None, description="Other files: filename and text.")
+    prompt: str = Field("", description="The beginning of the gap's text.")
+    n_indent: int | None = Field(None, description="The text ends before a line that is indented less.")
+    t_max_predict_ms: Number | None = Field(None, description="After this time the text ends with its line.")
+
+
+class EmbeddingBody(Body):
+    model: str | None = None
+    input: str | list[str] | list[int] | list[list[int]]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = Field(None, ge=1, description="Keep this many values, normalised again.")
+
+
+class RerankBody(Body):
+    model: str | None = None
+    query: str
+    documents: list[str | Object] = Field(min_length=1, description="Texts, or objects with a text.")
+    top_n: int | None = Field(None, ge=1)
+    return_documents: bool | None = None
 
 
 class ResponsesBody(Body):
@@ -240,6 +280,20 @@ class OllamaGenerateBody(OllamaBody):
     template: str | None = None
     context: list[int] | None = None
     images: list[str] | None = None
+
+
+class OllamaEmbedBody(Body):
+    model: str | None = None
+    input: str | list[str] = ""
+    truncate: bool = Field(False, description="Leave out the end of an input that is too long.")
+    dimensions: int | None = Field(None, ge=1)
+
+
+class OllamaEmbeddingsBody(Body):
+    """The old route, of one text, whose vector is not normalised."""
+
+    model: str | None = None
+    prompt: str = ""
 
 
 class OllamaShowBody(Body):

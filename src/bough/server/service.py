@@ -5,7 +5,6 @@ import logging
 import secrets
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Mapping
-from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -16,12 +15,12 @@ from fastapi.responses import JSONResponse, Response
 import bough
 from bough.config import ServerConfig
 from bough.engine.sampler import SamplingParams
-from bough.errors import Unavailable
+from bough.server.checks import Checks
 from bough.server.failures import Failure, failure_of
 from bough.server.options import Thinking
 from bough.server.sse import KEEP_ALIVE_S, EventStream, unless_gone
 from bough.session.requests import Finished, Progress, SessionEvent, TextRequest
-from bough.session.worker import IndexedEvent, Job, TextReader, Worker
+from bough.session.worker import IndexedEvent, Job, TextReader, Worker, stopping
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +38,8 @@ class Writer(Protocol):
     def end(self) -> bytes: ...
     def keep_alive(self, job: Job) -> bytes: ...
     def failure(self, failure: Failure) -> bytes: ...
-    def result(self) -> dict[str, Any]:
-        """Return the whole response of a request that does not stream."""
+    def result(self) -> dict[str, Any] | bytes:
+        """Return the whole response of a request that does not stream; bytes are JSON."""
         ...
 
 
@@ -50,7 +49,7 @@ class Service:
     config: ServerConfig
     model_name: str
     facts_of: Facts = lambda session: {}
-    scoring: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, "scoring"))
+    checks: Checks = field(default_factory=Checks)
 
     @property
     def session(self) -> TextReader:
@@ -81,7 +80,7 @@ class Service:
         """Return the prompt's tokens, found in a thread."""
         with _until_gone() as gone:
             prompt = replace(prompt, cancelled=gone.is_set)
-            return await unless_gone(request, asyncio.to_thread(self.session.encode, prompt))
+            return await unless_gone(request, self.checks.run("plain", self.session.encode, prompt))
 
     async def _checked(
         self, request: Request, given: list[TextRequest], *, streamed: bool
@@ -102,12 +101,12 @@ class Service:
             return await unless_gone(request, self._check_in_thread(given))
 
     async def _check_in_thread(self, given: list[TextRequest]) -> list[TextRequest]:
-        """Return the checked requests; those that a model scores wait for each other, in one thread."""
+        """Return the checked requests; a grammar or a model that scores keeps none of the others waiting."""
         session = self.session
-        if await asyncio.to_thread(lambda: any(session.scores(each) for each in given)):
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self.scoring, _checked_requests, session, given)
-        return await asyncio.to_thread(_checked_requests, session, given)
+        if await self.checks.run("plain", lambda: any(session.scores(each) for each in given)):
+            return await self.checks.run("scored", _checked_requests, session, given)
+        kind = "constrained" if any(each.constrained for each in given) else "plain"
+        return await self.checks.run(kind, _checked_requests, session, given)
 
     async def respond(
         self,
@@ -130,7 +129,10 @@ class Service:
                 await unless_gone(request, _collect(job, writer))
             finally:
                 job.cancel()
-            return JSONResponse(writer.result(), headers=headers)
+            whole = writer.result()
+            if isinstance(whole, bytes):
+                return Response(whole, headers=headers, media_type="application/json")
+            return JSONResponse(whole, headers=headers)
         batches = job.batches(KEEP_ALIVE_S)
         try:
             first = await unless_gone(request, anext(batches))
@@ -139,7 +141,12 @@ class Service:
             raise
         if media_type is not None:
             headers["content-type"] = media_type
-        return EventStream(_stream(job, first, batches, writer), job.cancel, headers)
+        return EventStream(
+            _stream(job, first, batches, writer),
+            job.cancel,
+            headers,
+            lambda: writer.failure(failure_of(stopping())),
+        )
 
     async def prefill(self, request: Request, wanted: TextRequest, lifetime_s: float) -> dict[str, Any]:
         """Process the beginning of a request for a later one; return how far that came in its lifetime."""
@@ -229,5 +236,5 @@ def _piece(job: Job, batch: list[IndexedEvent], writer: Writer) -> bytes:
 def _checked(event: SessionEvent) -> SessionEvent:
     """Raise for a cancelled request: one that still has a client is cancelled only by shutdown."""
     if isinstance(event, Finished) and event.reason == "cancelled":
-        raise Unavailable("the server is stopping", retry_after_s=10)
+        raise stopping()
     return event

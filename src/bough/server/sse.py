@@ -35,14 +35,20 @@ def comment(job: Job) -> bytes:
 
 
 class EventStream(Response):
-    """Sends what `chunks` yields and always calls `gone` at the end."""
+    """Sends what `chunks` yields and always calls `gone` at the end; `cut` ends it if the server stops."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, chunks: AsyncIterator[bytes], gone: Callable[[], None], headers: dict[str, str]):
+    def __init__(
+        self,
+        chunks: AsyncIterator[bytes],
+        gone: Callable[[], None],
+        headers: dict[str, str],
+        cut: Callable[[], bytes],
+    ):
         super().__init__(headers=headers | {"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self._chunks, self._gone = chunks, gone
+        self._chunks, self._gone, self._cut = chunks, gone, cut
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writing = asyncio.ensure_future(self._write(send))
@@ -51,6 +57,11 @@ class EventStream(Response):
             await asyncio.wait({writing, listening}, return_when=asyncio.FIRST_COMPLETED)
             if writing.done():
                 writing.result()
+        except asyncio.CancelledError:
+            # Without waiting for anything: the event loop ends now.
+            writing.cancel()
+            await self._end(send, self._cut())
+            raise
         finally:
             self._gone()
             for task in (writing, listening):
@@ -62,7 +73,11 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         async for chunk in self._chunks:
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        await self._end(send)
+
+    @staticmethod
+    async def _end(send: Send, last: bytes = b"") -> None:
+        await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -26,11 +26,16 @@ from bough.spec.speculator import Speculator
 from bough.state.draft_ring import draft_buffers, mtp_buffers
 from bough.state.sequences import CacheConfig
 
+if TYPE_CHECKING:
+    from bough.session.self_check import SelfCheck
+
 
 class Ahead(Protocol):
-    """What compiles kernels while weights are read."""
+    """What compiles kernels while weights are read, and checks those of a first start."""
 
     def wait(self, progress: Callable[[int, int], None] | None = None) -> None: ...
+
+    def check(self) -> None: ...
 
 
 def build_engine(
@@ -82,12 +87,26 @@ def compile_ahead(
     file: GGUFFile, config: EngineConfig, plan: MemoryPlan, device: torch.device
 ) -> AbstractContextManager[Ahead]:
     """Begin to compile the kernels of a model in threads; on a CPU there is nothing to do."""
-    facts = _facts(file, config, plan) if device.type == "cuda" else ""
-    return compile_found(lambda placed: rehearse(file, config, plan, placed), device, facts=facts)
+    if device.type != "cuda":
+        return nullcontext(_Nothing())
+    from bough.session.self_check import SelfCheck, shapes_of
+
+    if device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    check = SelfCheck(lambda: shapes_of(file, config, plan), device)
+
+    def work(placed: torch.device) -> None:
+        rehearse(file, config, plan, placed)
+
+    return compile_found(work, device, facts=_facts(file, config, plan), check=check)
 
 
 def compile_found(
-    rehearse: Callable[[torch.device], object], device: torch.device, *, facts: str
+    rehearse: Callable[[torch.device], object],
+    device: torch.device,
+    *,
+    facts: str,
+    check: "SelfCheck | None" = None,
 ) -> AbstractContextManager[Ahead]:
     """Begin to compile the kernels of any work; see `CompileAhead`."""
     if device.type != "cuda":
@@ -96,12 +115,15 @@ def compile_found(
 
     if device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    return CompileAhead(lambda: rehearse(device), device, facts=facts)
+    return CompileAhead(lambda: rehearse(device), device, facts=facts, check=check)
 
 
 class _Nothing:
     def wait(self, progress: Callable[[int, int], None] | None = None) -> None:
         """There is nothing to wait for."""
+
+    def check(self) -> None:
+        """There is nothing to check."""
 
 
 def rehearse(file: GGUFFile, config: EngineConfig, plan: MemoryPlan, device: torch.device) -> None:

@@ -180,6 +180,8 @@ def _with(request: TextRequest, messages: Sequence[Message]) -> TextRequest:
 
 def _long(request: TextRequest, above: int) -> bool:
     """Return whether the prompt can have more than `above` tokens: none is shorter than a byte."""
+    if request.infill is not None:
+        return False  # what is near the gap is what matters, and the editor chose the rest
     if request.messages is None:
         return isinstance(request.prompt, str) and len(request.prompt.encode(errors="replace")) > above
     if sum(_text_lengths(request.messages)) > above:

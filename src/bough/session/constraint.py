@@ -1,4 +1,4 @@
-"""TokenConstraint: which tokens may follow each row of a tree: a reasoning budget, then a grammar.
+"""TokenConstraint: which tokens may follow each row of a tree: an end of reasoning, then a grammar.
 
 Rows without a constraint have no mask and cost nothing. Imports no torch.
 """
@@ -10,6 +10,7 @@ from typing import Literal
 
 import numpy as np
 
+from bough.session.loops import LoopFinder
 from bough.text.grammar import Matcher
 
 Mask = np.ndarray  # [vocabulary / 32] int32: a bit for each token that may follow
@@ -25,6 +26,7 @@ class ConstraintSpec:
     begin_reasoning: int | None = None  # the token that begins it
     end_reasoning: int | None = None
     budget: int | None = None  # tokens of reasoning
+    break_loops: bool = False  # reasoning that repeats itself ends there as at the end of its budget
     closing: Sequence[int] = ()  # tokens forced at the end of the budget; the last one ends reasoning
     gap: Sequence[int] = ()  # tokens between reasoning and an answer with a grammar
     answer: Matcher | None = None
@@ -36,6 +38,7 @@ class ConstraintSpec:
 class _State:
     phase: Literal["start", "reasoning", "gap", "answer", "call", "free"]
     count: int = 0  # tokens of this phase so far
+    limit: int | None = None  # of these tokens, in reasoning
     matcher: Matcher | None = None
 
 
@@ -43,9 +46,11 @@ class TokenConstraint:
     """The constraint of one request; only `accept` changes its state."""
 
     def __init__(self, spec: ConstraintSpec):
-        self._spec = spec
-        phase = {"open": "reasoning", "possible": "start", "none": "answer"}[spec.reasoning]
-        self._state = self._answer() if phase == "answer" else _State(phase)
+        self.spec = spec
+        self._loops = LoopFinder() if spec.break_loops else None
+        self.loops_ended = 0
+        begun = {"open": _State("reasoning", limit=spec.budget), "possible": _State("start")}
+        self._state = begun.get(spec.reasoning) or self._answer()
 
     @property
     def complete(self) -> bool:
@@ -58,10 +63,23 @@ class TokenConstraint:
         for count, token in enumerate(tokens, 1):
             state, _ = self._next(self._state, token)
             assert state is not None, f"token {token} was sampled although the mask excludes it"
+            self.loops_ended += state.phase == self._state.phase and state.limit != self._state.limit
             self._state = state
+            if self._loops is not None:
+                self._loops.commit()
             if self.complete:
                 return count
         return None
+
+    def idle(self, rows: int) -> bool:
+        """Return whether any token may follow each row of any tree with `rows` rows."""
+        spec, state = self.spec, self._state
+        if spec.answer is not None or spec.call is not None or state.phase not in ("start", "reasoning"):
+            return state.phase == "free" and spec.call is None
+        limit = state.limit if state.phase == "reasoning" else spec.budget
+        if limit is not None and limit - state.count < rows:
+            return False
+        return self._loops is None or self._loops.distance >= rows
 
     def masks(self, tokens: Sequence[int], parents: Sequence[int]) -> list[Mask | None]:
         """Return each row's mask, None for any token; row 0, the root, is the last committed token."""
@@ -82,7 +100,7 @@ class TokenConstraint:
     def forced(self, limit: int) -> list[int]:
         """Return tokens of the only text that can follow, which may be tokenised differently."""
         found: list[int] = []
-        moved: list[Matcher] = []
+        moved: list[Matcher | LoopFinder] = []
         state: _State | None = self._state
         while state is not None:
             for token in self._forced_in(state)[: limit - len(found)] or [None]:
@@ -96,15 +114,15 @@ class TokenConstraint:
         return found
 
     def _forced_in(self, state: _State) -> list[int]:
-        spec = self._spec
-        if state.phase == "reasoning" and spec.budget is not None and state.count >= spec.budget:
-            return list(spec.closing[state.count - spec.budget :])
+        spec = self.spec
+        if state.phase == "reasoning" and state.limit is not None and state.count >= state.limit:
+            return list(spec.closing[state.count - state.limit :])
         if state.phase == "gap":
             return list(spec.gap[state.count :])
         return state.matcher.forced() if state.matcher is not None else []
 
     def _mask(self, state: _State) -> Mask | None:
-        spec = self._spec
+        spec = self.spec
         if state.phase == "start":
             if spec.answer is None:
                 return None
@@ -120,26 +138,26 @@ class TokenConstraint:
         return state.matcher.mask() if state.matcher is not None else None
 
     def _only(self, *tokens: int) -> Mask:
-        mask = np.zeros(-(-self._spec.vocabulary // 32), dtype=np.uint32)
+        mask = np.zeros(-(-self.spec.vocabulary // 32), dtype=np.uint32)
         for token in tokens:
             mask[token // 32] |= np.uint32(1 << token % 32)
         return mask.view(np.int32)
 
     @cached_property
     def _no_end(self) -> Mask:
-        return ~self._only(*self._spec.ends)
+        return ~self._only(*self.spec.ends)
 
     def _answer(self) -> _State:
-        spec = self._spec
+        spec = self.spec
         return _State("answer", matcher=spec.answer) if spec.answer is not None else _State("free")
 
-    def _next(self, state: _State, token: int) -> tuple[_State | None, Matcher | None]:
-        """Return the state after `token`, None where it may not follow, and the matcher that has advanced."""
-        spec = self._spec
+    def _next(self, state: _State, token: int) -> tuple[_State | None, Matcher | LoopFinder | None]:
+        """Return the state after `token`, None where it may not follow, and what has advanced."""
+        spec = self.spec
         match state.phase:
             case "start":
                 if token == spec.begin_reasoning:
-                    return _State("reasoning"), None
+                    return _State("reasoning", limit=spec.budget), None
                 return self._next(self._answer(), token)
             case "reasoning" | "gap":
                 forced = self._forced_in(state)
@@ -149,8 +167,9 @@ class TokenConstraint:
                     gap = spec.answer is not None and len(spec.gap) > 0
                     return _State("gap") if gap else self._answer(), None
                 after = replace(state, count=state.count + 1)
-                ended = state.phase == "gap" and after.count == len(spec.gap)
-                return self._answer() if ended else after, None
+                if state.phase == "reasoning":
+                    return (after, None) if forced else self._repeated(after, token)
+                return self._answer() if after.count == len(spec.gap) else after, None
             case "free":
                 if token == spec.call_token and spec.call is not None:
                     return _State("call", matcher=spec.call.fork()), None
@@ -160,6 +179,13 @@ class TokenConstraint:
         if not matcher.advance(token):
             return None, None
         return _State("free") if state.phase == "call" and matcher.complete else state, matcher
+
+    def _repeated(self, state: _State, token: int) -> tuple[_State, LoopFinder | None]:
+        """Return the state of reasoning after a token, which is its last one if it completes a loop."""
+        if self._loops is None:
+            return state, None
+        self._loops.advance(token)
+        return replace(state, limit=state.count) if self._loops.found else state, self._loops
 
     def _traverse(
         self, tokens: Sequence[int], parents: Sequence[int], visit: Callable[[int, _State], None]

@@ -1,7 +1,8 @@
 """Loading: from a GGUF file and its draft to a session, within the memory that there is."""
 
-import contextlib
+import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +11,20 @@ import torch
 from bough.compress.scorer import MixedScorer, Scorer
 from bough.compress.words import WordScorer
 from bough.config import DraftConfig, EngineConfig
+from bough.engine.engine import Engine
 from bough.engine.runner import StepTimes
-from bough.engine.sampler import SamplingParams
 from bough.engine.sequence import Limits
 from bough.errors import BadGGUF, UsageError
 from bough.gguf.reader import GGUFFile
 from bough.hub.catalog import Card, recognise
+from bough.hub.recommended import recommended
 from bough.kernels.native import INT8, INT16, Library
+from bough.kernels.runtime import backends
 from bough.kernels.runtime.device import capability_of
 from bough.kernels.tree import MAX_ROWS
 from bough.memory.device import (
     available_memory,
+    check_triton,
     device_name,
     limit_allocator,
     pick_device,
@@ -32,6 +36,7 @@ from bough.models.dflash import DFlashDraft, open_draft
 from bough.models.mtp import MTPBlock
 from bough.models.native import NativeDecoder, NativeLoader
 from bough.models.native_draft import NativeDraft, draft_gap
+from bough.models.pooling import VectorSpec
 from bough.models.spec import ModelSpec
 from bough.models.weights import Progress as LoadProgress
 from bough.prefix_cache.cache import PrefixCacheConfig
@@ -43,6 +48,7 @@ from bough.session.phases import Phases
 from bough.session.reader import RequestReader
 from bough.session.session import Session
 from bough.session.threads import checked_threads, torch_threads
+from bough.session.vectors import Vectors, vector_config
 from bough.spec.cost_file import CostFile
 from bough.spec.dflash import DraftModel
 from bough.spec.drafter import Drafter, NoDrafter
@@ -53,16 +59,10 @@ from bough.state.draft_ring import DEFAULT_CONTEXT
 from bough.text.template import ChatTemplate
 from bough.text.tokenizer import Tokenizer
 
+log = logging.getLogger(__name__)
+
 _TORCH_THREADS = torch.get_num_threads()  # torch's own choice: one for each core, or OMP_NUM_THREADS
 _KERNELS = 2  # raised when kernels give prompts other bits than those that wrote saved states
-# Our name of a sampling parameter, and the file's below general.sampling.
-_FILE_SAMPLING = {
-    "temperature": "temp",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "penalty_repeat",
-}
 
 
 def load_session(
@@ -78,50 +78,79 @@ def load_session(
 
     `progress` of reading weights, `compiling` of kernels, `warming` of capturing CUDA graphs.
     """
-    config, phases = config or EngineConfig(), Phases()
+    load = partial(_loaded, path, config or EngineConfig(), progress, compiling, warming, graphs=graphs)
+    try:
+        return load()
+    except torch.OutOfMemoryError as error:
+        reason = str(error).partition(". ")[0]
+    # Without the first attempt's memory; the second plan counts what is in use now.
+    log.warning("%s: planning again, for another program may have taken memory of the GPU meanwhile", reason)
+    return load()
+
+
+def _loaded(
+    path: Path,
+    config: EngineConfig,
+    progress: LoadProgress | None,
+    compiling: Callable[[int, int], None] | None,
+    warming: Callable[[int, int], None] | None,
+    *,
+    graphs: bool,
+) -> Session:
+    phases = Phases()
     device = pick_device(config.device)
+    check_triton(device)
     _check_speculation(config)
     _check_prefill(config, device)
     with GGUFFile.open(path) as file:
         spec = ModelSpec.from_gguf(file)
-        tokenizer, template = _text_of(file, spec)
+        vector_spec = VectorSpec.from_gguf(file, spec.width)
+        config = config if vector_spec is None else vector_config(config)
+        advice = recommended(_card_of(file, spec), file.metadata)
+        tokenizer, template = _text_of(file, spec, config.effort or advice.effort)
         # Before memory is planned: the target gets what the scorer leaves.
         scorer = _scorer(config, device, tokenizer)
         plan = plan_memory(file, spec, config, device)
         if device.type == "cuda":
             limit_allocator(plan.budget, device)
-        card = _card_of(file, spec)
-        file_sampling = sampling_of(file.metadata)
         phases.end("planning")
         with compile_ahead(file, config, plan, device) as ahead:
             target = _target(file, config, plan, device, progress)
             mtp = _mtp(config, file, target, plan)
-            prefix_cache = _prefix_cache(config, file, plan, device)
             cost_file = _cost_file(config, path, plan, target, mtp)
             costs = cost_file.load()
             _empty_cache(device)
             drafter = _drafter(config, target, plan, costs, mtp)
             _empty_cache(device)
-            engine = build_engine(config, plan, target, drafter, prefix_cache)
             phases.end("reading")
             ahead.wait(compiling)
             phases.end("compiling")
-    if device.type == "cuda" and graphs:
+            ahead.check()
+            phases.end("checking")
+            # The bits of saved states depend on what computes.
+            prefix_cache = _prefix_cache(config, file, plan, device)
+            engine = build_engine(config, plan, target, drafter, prefix_cache)
+            vectors = None if vector_spec is None else Vectors(engine, file, vector_spec, tokenizer)
+    if device.type == "cuda" and graphs and vectors is None:
         engine.capture(warming)
-        _empty_cache(device)
         times = engine.measure_steps()
         costs.fill({rows: each.verify_s for rows, each in times.items()}, _draft_seconds(drafter, times))
         phases.end("capturing")
+    elif device.type == "cpu" and config.speculation is not None:
+        _measure(engine, costs, drafter)
+        phases.end("measuring")
     session = Session(
         engine,
         tokenizer,
         template,
         plan,
-        card=card,
-        file_sampling=file_sampling,
+        recommended=advice,
+        break_loops=config.break_loops,
         save_costs=lambda: cost_file.save(costs),
         compression=Compression(config.compress, scorer),
     )
+    if vectors is not None:
+        session.compute_vectors(vectors)
     session.load_seconds = phases.seconds
     return session
 
@@ -165,15 +194,17 @@ def load_reader(path: Path, config: EngineConfig, limits: Limits) -> RequestRead
     """Load what encodes and checks requests for an engine in another process."""
     with GGUFFile.open(path) as file:
         spec = ModelSpec.from_gguf(file)
-        tokenizer, template = _text_of(file, spec)
+        advice = recommended(_card_of(file, spec), file.metadata)
+        tokenizer, template = _text_of(file, spec, config.effort or advice.effort)
         scorer = WordScorer() if config.compress.scorer is None else Elsewhere()
         return RequestReader(
             tokenizer,
             template,
             limits,
-            card=_card_of(file, spec),
-            file_sampling=sampling_of(file.metadata),
+            recommended=advice,
+            break_loops=config.break_loops,
             compression=Compression(config.compress, scorer),
+            vector_spec=VectorSpec.from_gguf(file, spec.width),
         )
 
 
@@ -219,7 +250,7 @@ def _target(
     )
 
 
-def _text_of(file: GGUFFile, spec: ModelSpec) -> tuple[Tokenizer, ChatTemplate]:
+def _text_of(file: GGUFFile, spec: ModelSpec, effort: str) -> tuple[Tokenizer, ChatTemplate]:
     source = str(file.path)
     tokenizer = Tokenizer.from_metadata(file.metadata, source=source)
     if tokenizer.vocab_size != spec.vocab_size:
@@ -227,7 +258,7 @@ def _text_of(file: GGUFFile, spec: ModelSpec) -> tuple[Tokenizer, ChatTemplate]:
             f"{file.path}: tokenizer.ggml.tokens has {tokenizer.vocab_size} entries, "
             f"needed {spec.vocab_size}, the rows of token_embd.weight"
         )
-    return tokenizer, ChatTemplate.from_metadata(file.metadata, source=source)
+    return tokenizer, ChatTemplate.from_metadata(file.metadata, source=source, effort=effort or None)
 
 
 def _card_of(file: GGUFFile, spec: ModelSpec) -> Card | None:
@@ -297,6 +328,14 @@ def _draft(config: DraftConfig, target: Target, plan: MemoryPlan) -> DFlashDraft
     )
 
 
+def _measure(engine: Engine, costs: StepCosts, drafter: Drafter) -> None:
+    """Measure on a CPU what earlier runs have not, so that it is not found out on the user's text."""
+    if not {1, engine.max_rows} <= costs.step.keys():
+        costs.fill({rows: each.verify_cost for rows, each in engine.measure_steps().items()}, 0.0)
+    if drafter.taps and not costs.draft_call():
+        costs.fill({}, engine.measure_draft())
+
+
 def _draft_seconds(drafter: Drafter, times: Mapping[int, StepTimes]) -> float:
     """Return what a draft call takes; 0 without a draft model."""
     return min((each.draft_s for each in times.values()), default=0.0) if drafter.taps else 0.0
@@ -305,7 +344,7 @@ def _draft_seconds(drafter: Drafter, times: Mapping[int, StepTimes]) -> float:
 def _computing(config: EngineConfig, plan: MemoryPlan, device: torch.device) -> str:
     """Return what decides the bits of a saved state, beside the files and settings."""
     if device.type == "cuda":
-        where = device_name(device)
+        where = f"{device_name(device)}{backends.identity()}"
     elif plan.estimate.native:
         where = f"CPU native {config.cpu_activations}"
     else:
@@ -337,16 +376,3 @@ def _prefix_cache(
     )
     files = SnapshotFiles(config.prefix_cache_dir, made_of, limit=config.prefix_cache_dir_size)
     return PrefixCacheConfig(budget, files, config.prefix_cache_exact)
-
-
-def sampling_of(metadata: Mapping[str, Any]) -> SamplingParams:
-    """Return the sampling that a file's metadata recommends, without values that make no sense."""
-    found: dict[str, Any] = {}
-    for field, key in _FILE_SAMPLING.items():
-        value = metadata.get(f"general.sampling.{key}")
-        with contextlib.suppress(UsageError, TypeError, ValueError):
-            if value is not None:
-                wanted: dict[str, Any] = {field: int(value) if field == "top_k" else float(value)}
-                SamplingParams(**wanted)
-                found |= wanted
-    return SamplingParams(**found)

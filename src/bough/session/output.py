@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from bough.engine.sampler import TokenLogprob
 from bough.session.requests import Reasoning, SessionEvent, Text, ToolArguments, ToolCall
 from bough.text.output import Delta, OutputParser
-from bough.text.stops import StopStrings
+from bough.text.stops import LineStop, StopStrings
 from bough.text.stream import TextStream
 
 
@@ -14,12 +14,19 @@ class OutputStream:
     """The output of one request; stop strings are searched for in the content, not in reasoning or calls."""
 
     def __init__(
-        self, stream: TextStream, parser: OutputParser, stop: Sequence[str], *, one_call: bool = False
+        self,
+        stream: TextStream,
+        parser: OutputParser,
+        stop: Sequence[str],
+        *,
+        one_call: bool = False,
+        lines: LineStop | None = None,
     ):
         self._stream, self._parser = stream, parser
-        self._stops = StopStrings(stop)
+        self._stops, self._lines = StopStrings(stop), lines
         self._one_call = one_call
-        self.may_end = one_call or any(stop)  # whether `write` can return a count
+        # Whether `write` can return a count.
+        self.may_end = one_call or any(stop) or lines is not None
         self._ready: list[Delta] = []
         self.reasoning_tokens = 0
 
@@ -37,17 +44,26 @@ class OutputStream:
         for count, token in enumerate(tokens, 1):
             self.reasoning_tokens += self._parser.in_reasoning
             self._add(self._parser.push(self._stream.push([token])))
-            if self._stops.hit is not None or (self._one_call and self.called):
+            if self._ended or (self._one_call and self.called):
                 return count
         return None
 
     def finish(self, *, whole: bool) -> None:
         """End the stream; `whole` is False where the token limit or a cancellation cut it off."""
-        if self._stops.hit is None:
+        if not self._ended:
             self._add(self._parser.push(self._stream.flush()))
             self._add(self._parser.flush(whole=whole))
-        if self._stops.hit is None:
-            self._ready.append(Delta("content", self._stops.flush()))
+        if not self._ended:
+            self._ready.append(Delta("content", self._rest()))
+
+    @property
+    def _ended(self) -> bool:
+        return self._stops.hit is not None or (self._lines is not None and self._lines.hit)
+
+    def _rest(self) -> str:
+        """Return the text that was held back."""
+        rest = self._stops.flush()
+        return rest if self._lines is None else self._lines.push(rest) + self._lines.flush()
 
     def take(self, logprobs: list[TokenLogprob] | None = None) -> Iterator[SessionEvent]:
         """Yield the events that are ready; the first piece of text carries the log probabilities."""
@@ -67,10 +83,11 @@ class OutputStream:
 
     def _add(self, deltas: list[Delta]) -> None:
         for delta in deltas:
-            if self._stops.hit is not None:
+            if self._ended:
                 return
             if delta.kind == "content":
-                delta = Delta("content", self._stops.push(delta.text))
+                text = self._stops.push(delta.text)
+                delta = Delta("content", text if self._lines is None else self._lines.push(text))
             elif delta.kind == "call":
                 # A stop string does not continue after a call, so text held back for one precedes the call.
                 self._ready.append(Delta("content", self._stops.flush()))

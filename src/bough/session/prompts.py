@@ -3,20 +3,23 @@
 import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import Literal
 
+from bough.config import EFFORTS
 from bough.errors import UsageError
 from bough.prefix_cache.boundaries import SnapshotKind
 from bough.session.constraint import ConstraintSpec, TokenConstraint
 from bough.session.output import OutputStream
 from bough.session.requests import Prompt, TextRequest
-from bough.text.grammar import Grammar, GrammarCompiler, Matcher
+from bough.text.grammar import GrammarCompiler, Matcher
+from bough.text.grammar_jobs import CompiledGrammar, GrammarJob, Grammars
+from bough.text.infill import infill_prompt
 from bough.text.output import END_THINK, THINK, OutputParser
+from bough.text.stops import LineStop
 from bough.text.stream import TextStream
 from bough.text.template import ChatTemplate, Rendered
 from bough.text.tokenizer import EncodeLimit, Tokenizer
-from bough.text.tools import CLOSE, OPEN, Syntax, Tool, call_grammar, read_tools, syntax_of
+from bough.text.tools import CLOSE, OPEN, Syntax, Tool, read_tools, syntax_of
 
 # Forced when reasoning has used up its budget; the answer can continue from it.
 CLOSING = "\n\nThat is enough thinking; I will answer now.\n"
@@ -24,8 +27,9 @@ GAP = "\n\n"  # as templates write it between reasoning and answer
 
 
 class Prompts:
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate):
-        self._tokenizer, self._template = tokenizer, template
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, *, break_loops: bool = True):
+        self._tokenizer, self._template, self._break_loops = tokenizer, template, break_loops
+        self.grammars = Grammars(GrammarCompiler(tokenizer))
 
     def encode(self, request: TextRequest, limit: EncodeLimit | None = None) -> Prompt:
         """Return the prompt; `limit` ends the tokenising of one that does not fit."""
@@ -40,6 +44,7 @@ class Prompts:
             thinking=request.thinking,
             boundaries=True,
             continue_final=request.continue_final,
+            effort=request.effort,
             **request.template_options,
         )
         if limit is not None:
@@ -62,6 +67,15 @@ class Prompts:
         inside = {at: kind for at, kind in first.boundaries.items() if at < length}
         return replace(first, ids=first.ids[:length], boundaries=inside)
 
+    def _budget(self, request: TextRequest) -> int | None:
+        """Return the most tokens of reasoning; an effort is a number if the template has no word for it."""
+        budget, effort = request.thinking_budget, request.effort or self._template.default_effort
+        if budget is None and effort is not None and self._template.effort(effort) is None:
+            budget = EFFORTS[effort]
+        if budget is not None and budget < 0:
+            raise UsageError(f"thinking_budget is {budget}, needed 0 or more tokens", param="thinking_budget")
+        return budget
+
     def _reasoning(self, rendered: Rendered) -> Literal["open", "possible", "none"]:
         if rendered.continued:
             return "open" if rendered.continued == "reasoning" else "none"
@@ -76,6 +90,11 @@ class Prompts:
         if tools:
             raise UsageError("tools need messages: a raw prompt is not rendered by the chat template")
         prompt = request.prompt
+        if request.infill is not None:
+            gap, most = request.infill, request.max_tokens
+            ids, others = infill_prompt(self._tokenizer, prompt or "", gap, limit, most)
+            # Other files stay as they are while one writes.
+            return Prompt(ids, {others: "head"} if others else {}, "none", [])
         if isinstance(prompt, str):
             return Prompt(self._with_bos(self._tokenizer.encode(prompt, limit=limit)), {}, "none", [])
         return Prompt(list(prompt or ()), {}, "none", [])
@@ -116,7 +135,9 @@ class Prompts:
     def output(self, request: TextRequest, prompt: Prompt) -> OutputStream:
         """Return the stream that decodes the request's output tokens."""
         if request.messages is None:
-            return OutputStream(self._tokenizer.stream(), OutputParser(), request.stop)
+            gap = request.infill
+            lines = None if gap is None or not gap.ends_with_lines else LineStop(gap.line_s, gap.indent)
+            return OutputStream(self._tokenizer.stream(), OutputParser(), request.stop, lines=lines)
         # Tags are parsed even where the file marks them as control tokens, whose text is otherwise dropped.
         tags = {self._tokenizer.id_of(tag) for tag in (THINK, END_THINK, OPEN, CLOSE)}
         visible = self._tokenizer
@@ -132,16 +153,15 @@ class Prompts:
     def constraint(self, request: TextRequest, prompt: Prompt) -> TokenConstraint | None:
         """Return the constraint on the request's output, None if it has none."""
         token = self._tokenizer.id_of
-        answer, call = self._matchers(request, prompt.tools)
+        answer, call = _start(self.grammar(request, prompt))
         reasoning = prompt.reasoning
         if reasoning == "possible" and answer is not None and not request.thinking:
             reasoning = "none"  # the request asks for a grammar and not for reasoning
-        budget = request.thinking_budget if reasoning != "none" else None
-        if budget is not None and budget < 0:
-            raise UsageError(f"thinking_budget is {budget}, needed 0 or more tokens", param="thinking_budget")
-        if answer is None and call is None and budget is None:
-            return None
+        budget = self._budget(request) if reasoning != "none" else None
         end = token(END_THINK)
+        loops = self._break_loops and request.break_loops and reasoning != "none" and end is not None
+        if answer is None and call is None and budget is None and not loops:
+            return None
         if reasoning != "none" and end is None:
             raise UsageError(f"the model has no token {END_THINK}, so its reasoning cannot be limited")
         return TokenConstraint(
@@ -152,6 +172,7 @@ class Prompts:
                 begin_reasoning=token(THINK),
                 end_reasoning=end,
                 budget=budget,
+                break_loops=loops,
                 closing=[*self._tokenizer.encode(CLOSING), end] if end is not None else (),
                 gap=self._tokenizer.encode(GAP),
                 answer=answer,
@@ -160,20 +181,26 @@ class Prompts:
             )
         )
 
-    def _matchers(self, request: TextRequest, tools: Sequence[Tool]) -> tuple[Matcher | None, Matcher | None]:
-        """Return the grammar of the whole answer and that of each tool call."""
+    def grammar(self, request: TextRequest, prompt: Prompt) -> CompiledGrammar | None:
+        """Return the compiled grammar of the answer, or of each tool call; None for any text."""
+        if prompt.grammar is not None:
+            return prompt.grammar
+        job = self._job(request, prompt.tools)
+        return None if job is None else self.grammars.compiled(job, request.cancelled)
+
+    def _job(self, request: TextRequest, tools: Sequence[Tool]) -> GrammarJob | None:
         if forced := self._forced_tools(request, tools):
             # A forced call takes precedence over the grammar, which is for text.
             many = request.parallel_tool_calls and request.tool_choice == "required"
-            return self._compiler.compile(self._call_grammar(forced, many=many)), None
+            return GrammarJob(tools=tuple(forced), syntax=self._syntax, many=many)
         if request.grammar is not None:
-            calls = self._call_grammar(tools, many=request.parallel_tool_calls) if tools else None
-            return self._compiler.compile(request.grammar, calls=calls), None
+            syntax = self._syntax if tools else None
+            return GrammarJob(request.grammar, tuple(tools), syntax, many=request.parallel_tool_calls)
         limited = any(tool.strict for tool in tools) or request.allowed_tools is not None
         if tools and limited and self._tokenizer.id_of(OPEN) is not None:
             # A call of a strict tool matches its schema, even where other tools have none.
-            return None, self._compiler.compile(self._call_grammar(tools, many=False, opened=True))
-        return None, None
+            return GrammarJob(tools=tuple(tools), syntax=self._syntax, opened=True)
+        return None
 
     def _forced_tools(self, request: TextRequest, tools: Sequence[Tool]) -> list[Tool]:
         """Return the tools of which one has to be called; none where the model decides."""
@@ -194,30 +221,19 @@ class Prompts:
             )
         return named
 
-    def _call_grammar(self, tools: Sequence[Tool], *, many: bool, opened: bool = False) -> Grammar:
+    @property
+    def _syntax(self) -> Syntax:
         syntax = syntax_of(self._template.source)
         if syntax is None:
             raise UsageError("the model's chat template has no tool calls, so none can be enforced")
-        return call_grammar([self._checked(tool, syntax) for tool in tools], syntax, many=many, opened=opened)
+        return syntax
 
-    def _checked(self, tool: Tool, syntax: Syntax) -> Tool:
-        """Return a tool whose parameters a grammar can represent; raise UsageError with its name."""
-        try:
-            parameters = self._compiler.prepare(tool.parameters, lenient=not tool.strict)
-            made = replace(tool, parameters=parameters)
-            self._compiler.compile(call_grammar([made], syntax, many=False))
-        except UsageError as error:
-            hint = "leave the keyword out" + ", or `strict`" * tool.strict
-            raise UsageError(
-                f"the parameters of the tool {tool.name!r} cannot be enforced: {error.message}",
-                hint,
-                param=tool.field,
-            ) from error
-        return made
 
-    @cached_property
-    def _compiler(self) -> GrammarCompiler:
-        return GrammarCompiler(self._tokenizer)
+def _start(compiled: CompiledGrammar | None) -> tuple[Matcher | None, Matcher | None]:
+    """Return the matcher of the whole answer, or that of each tool call."""
+    if compiled is None:
+        return None, None
+    return (None, compiled.matcher()) if compiled.opened else (compiled.matcher(), None)
 
 
 def _positions(ids: list[int], wanted: Iterable[int]) -> list[int]:

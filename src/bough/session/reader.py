@@ -1,15 +1,19 @@
 """What a session does to a request before the engine has it: this needs the model's file, not its weights."""
 
+import threading
 from dataclasses import asdict, replace
 
 from bough.engine.sampler import SamplingParams
 from bough.engine.sequence import Limits, Request
 from bough.errors import UsageError
-from bough.hub.catalog import Card
+from bough.hub.recommended import NOTHING_KNOWN, Recommended
+from bough.models.pooling import VectorSpec
 from bough.session.compression import Compression, PromptCompression
 from bough.session.output import OutputStream
 from bough.session.prompts import Prompts
 from bough.session.requests import Prompt, TextRequest
+from bough.session.vector_prompts import check_role, vector_prompt
+from bough.text.grammar_process import GrammarProcesses
 from bough.text.template import ChatTemplate
 from bough.text.tokenizer import EncodeLimit, Tokenizer
 
@@ -23,16 +27,18 @@ class RequestReader:
         template: ChatTemplate,
         limits: Limits,
         *,
-        card: Card | None = None,
-        file_sampling: SamplingParams | None = None,
+        recommended: Recommended = NOTHING_KNOWN,
+        break_loops: bool = True,
         compression: Compression | None = None,
+        vector_spec: VectorSpec | None = None,
     ):
+        """`vector_spec`: of a model that generates no text; None: it generates."""
         self.tokenizer = tokenizer
         self.template = template
         self.limits = limits
-        self.card = card
-        self._file_sampling = file_sampling or SamplingParams()
-        self._prompts = Prompts(tokenizer, template)
+        self.vector_spec = vector_spec
+        self.recommended = recommended
+        self._prompts = Prompts(tokenizer, template, break_loops=break_loops)
         self._compression = PromptCompression(self._prompts, tokenizer, compression or Compression())
 
     @property
@@ -45,14 +51,8 @@ class RequestReader:
         return self.limits.max_ctx
 
     def sampling_for(self, thinking: bool | None) -> SamplingParams:
-        """Return the recommended sampling: the model card's, else the file's; greedy if neither has any.
-
-        thinking: whether the request thinks; None: as the model does by default.
-        """
-        if self.card is None or not self.card.sampling:
-            return self._file_sampling
-        thinks = self.card.thinking if thinking is None else thinking
-        return SamplingParams(**asdict(self.card.sampling["thinking" if thinks else "plain"]))
+        """Return the sampling recommended for a request that thinks; None: as the model does by default."""
+        return SamplingParams(**asdict(self.recommended.sampling(thinking)))
 
     @property
     def compresses(self) -> bool:
@@ -71,10 +71,22 @@ class RequestReader:
         if request.prefill_for_s is None and self._compression.deferred(request):
             return request
         request = self.prepare(request)
-        assert request.encoded is not None
-        output = self._prompts.output(request, request.encoded)
-        self.limits.check(self._engine_request(request, request.encoded, output))
-        return request
+        prompt = request.encoded
+        assert prompt is not None
+        if request.vector is not None:
+            self.limits.check(Request(prompt.ids, max_tokens=1))
+            return request
+        if request.prefill_for_s is None:
+            prompt = replace(prompt, grammar=self._prompts.grammar(request, prompt))
+        output = self._prompts.output(request, prompt)
+        self.limits.check(self._engine_request(request, prompt, output))
+        return replace(request, encoded=prompt)
+
+    def isolate_grammars(self) -> None:
+        """Compile grammars in processes that end with their limits, as a server's clients send any."""
+        processes = GrammarProcesses(self.tokenizer)
+        self._prompts.grammars.resolve = processes.resolve
+        threading.Thread(target=processes.start, name="grammars", daemon=True).start()
 
     def scores(self, request: TextRequest) -> bool:
         """Return whether `check` lets a model score the prompt, which takes long."""
@@ -82,6 +94,10 @@ class RequestReader:
 
     def prepare(self, request: TextRequest) -> TextRequest:
         """Return the request with its encoded prompt, compressed if that is wanted."""
+        check_role(request, self.vector_spec)
+        if self.vector_spec is not None:
+            prompt = vector_prompt(request, self.vector_spec, self.tokenizer, self._limit(request))
+            return replace(request, encoded=prompt)
         if request.prefill_for_s is not None:
             return replace(request, encoded=self._beginning(request))
         return replace(request, encoded=self._compression.encode(request, self._limit(request)))

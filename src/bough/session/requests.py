@@ -10,6 +10,8 @@ from bough.engine.sampler import SamplingParams, TokenLogprob
 from bough.engine.stats import RequestStats
 from bough.prefix_cache.boundaries import SnapshotKind
 from bough.text.grammar import Grammar
+from bough.text.grammar_jobs import CompiledGrammar
+from bough.text.infill import Infill
 from bough.text.tools import Tool
 
 __all__ = [
@@ -17,6 +19,7 @@ __all__ = [
     "Failed",
     "Finished",
     "Grammar",
+    "Infill",
     "Progress",
     "Prompt",
     "Reasoning",
@@ -27,6 +30,8 @@ __all__ = [
     "ToolArguments",
     "ToolCall",
     "TreeStep",
+    "Vector",
+    "VectorOptions",
 ]
 
 
@@ -37,6 +42,7 @@ class Prompt:
     reasoning: Literal["open", "possible", "none"]  # begun in the prompt, or the answer may begin with it
     tools: list[Tool]  # the answer may call these
     compressed: Compressed | None = None  # what compression did; None: it was not asked for
+    grammar: CompiledGrammar | None = None  # of the answer or of calls, from `RequestReader.check`
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +56,23 @@ class CompressOptions:
     keep: tuple[str | int, ...] = ()  # texts, and numbers of messages, that are not left out
 
 
+@dataclass(frozen=True, slots=True)
+class VectorOptions:
+    """What is computed of a prompt alone: its vector, or how well it answers a query."""
+
+    query: str | None = None  # None: the vector is wanted
+    truncate: bool = False  # leave out the end of a prompt that is too long
+    dimensions: int | None = None  # of the vector, which is cut and normalised again; None: all
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextRequest:
     """A request with exactly one of `messages` (rendered by the chat template) and `prompt` (raw)."""
 
     messages: Sequence[Mapping[str, Any]] | None = None
     prompt: str | list[int] | None = None
+    infill: Infill | None = None  # a gap after the prompt, which the answer fills
+    vector: VectorOptions | None = None  # nothing is generated
     tools: Sequence[Mapping[str, Any]] | None = None  # {"type": "function", "function": {...}}
     tool_choice: Literal["auto", "none", "required"] | str = "auto"  # or the name of the tool to call
     allowed_tools: frozenset[str] | None = None  # names that may be called; None: of all tools
@@ -67,6 +84,8 @@ class TextRequest:
     ignore_eos: bool = False  # the model's end tokens do not end the text
     thinking: bool | None = None  # None: the template's default
     thinking_budget: int | None = None  # reasoning tokens, after which reasoning is ended
+    effort: str | None = None  # of reasoning, one of EFFORTS; None: as recommended for the model
+    break_loops: bool = True  # reasoning that repeats itself is ended
     grammar: Grammar | None = None  # of the answer; reasoning is unconstrained
     continue_final: bool = False  # the last message is the beginning of the answer
     template_options: Mapping[str, Any] = field(default_factory=dict)  # further template variables
@@ -79,6 +98,15 @@ class TextRequest:
     affinity: str = ""  # replicas of a model keep requests of one affinity together, for their prefix cache
     streamed: bool = True  # its events are used as they come, not only all at the end
     encoded: Prompt | None = None  # from `Session.check`
+
+    @property
+    def constrained(self) -> bool:
+        """Return whether a grammar may have to be compiled for it."""
+        if self.grammar is not None or self.allowed_tools is not None:
+            return True
+        functions = [tool.get("function", tool) for tool in self.tools or () if isinstance(tool, Mapping)]
+        strict = any(isinstance(each, Mapping) and each.get("strict") for each in functions)
+        return strict or self.tool_choice not in ("auto", "none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +153,13 @@ class TreeStep:
     step_ms: float  # the whole step, the draft included
 
 
+@dataclass(frozen=True, slots=True)
+class Vector:
+    """What was computed of a prompt: its pooled hidden state, or a relevance alone."""
+
+    values: Sequence[float]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
     reason: Literal["stop", "length", "tool_calls", "cancelled"]
@@ -134,4 +169,4 @@ class Finished:
     logprobs: list[TokenLogprob] | None = None  # one for each token, if requested
 
 
-SessionEvent = Progress | Reasoning | Text | ToolCall | ToolArguments | TreeStep | Finished
+SessionEvent = Progress | Reasoning | Text | ToolCall | ToolArguments | TreeStep | Vector | Finished

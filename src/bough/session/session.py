@@ -9,13 +9,14 @@ from dataclasses import replace
 
 from bough.engine.engine import Engine
 from bough.engine.events import Done, Event, Progress, Tokens, VerifiedTree
-from bough.engine.sampler import SamplingParams, TokenLogprob
+from bough.engine.sampler import TokenLogprob
 from bough.engine.sequence import Sequence
 from bough.engine.stats import RequestStats
 from bough.errors import Cancelled
-from bough.hub.catalog import Card
+from bough.hub.recommended import NOTHING_KNOWN, Recommended
 from bough.memory.planner import MemoryPlan
 from bough.session.compression import Compression
+from bough.session.constraint import TokenConstraint
 from bough.session.output import OutputStream
 from bough.session.reader import RequestReader
 from bough.session.requests import (
@@ -28,10 +29,14 @@ from bough.session.requests import (
     TextRequest,
     TreeStep,
 )
+from bough.session.vectors import VectorGeneration, Vectors
 from bough.text.template import ChatTemplate
 from bough.text.tokenizer import Tokenizer
 
 __all__ = ["Finished", "Progress", "Session", "Text", "TextRequest"]
+
+
+LOOPED = "The reasoning repeated itself and was ended there."
 
 
 class Session(RequestReader):
@@ -42,8 +47,8 @@ class Session(RequestReader):
         template: ChatTemplate,
         plan: MemoryPlan,
         *,
-        card: Card | None = None,
-        file_sampling: SamplingParams | None = None,
+        recommended: Recommended = NOTHING_KNOWN,
+        break_loops: bool = True,
         save_costs: Callable[[], None] = lambda: None,
         compression: Compression | None = None,
     ):
@@ -51,11 +56,12 @@ class Session(RequestReader):
             tokenizer,
             template,
             engine.limits,
-            card=card,
-            file_sampling=file_sampling,
+            recommended=recommended,
+            break_loops=break_loops,
             compression=compression,
         )
         self.engine = engine
+        self._vectors: Vectors | None = None
         self.plan = plan
         self.load_seconds: Mapping[str, float] = {}  # by phase: planning, reading, compiling, capturing
         self._save_costs = save_costs
@@ -65,6 +71,10 @@ class Session(RequestReader):
     @property
     def caches_prefixes(self) -> bool:
         return self.engine.prefixes.enabled
+
+    def compute_vectors(self, vectors: Vectors) -> None:
+        """Take requests for vectors from now on, and none for text."""
+        self._vectors, self.vector_spec = vectors, vectors.spec
 
     def generate(self, request: TextRequest) -> Iterator[SessionEvent]:
         """Run a request to its end. Closing the iterator, or an error, frees its memory."""
@@ -89,12 +99,12 @@ class Session(RequestReader):
     @property
     def running(self) -> int:
         """Return how many requests have a slot."""
-        return self.engine.running
+        return self.engine.running if self._vectors is None else len(self._vectors)
 
     @property
     def idle(self) -> bool:
         """Return whether `step` has nothing to do."""
-        return self.engine.idle and not self._undelivered
+        return self.engine.idle and not self._undelivered and not self._vectors
 
     @property
     def amid_chunk(self) -> bool:
@@ -103,7 +113,7 @@ class Session(RequestReader):
 
     def use_idle_time(self) -> bool:
         """Do a piece of work that later requests will profit from; return whether there was any."""
-        return self.engine.use_idle_time()
+        return self._vectors is None and self.engine.use_idle_time()
 
     def begin(self, request: TextRequest, *, beside: "Generation | None" = None) -> "Generation":
         """Queue a request, which `step` runs; raise if it cannot run.
@@ -113,10 +123,12 @@ class Session(RequestReader):
         try:
             prompt = request.encoded or _prompt_of(beside, request) or self.prepare(request).encoded
         except Cancelled:
-            generation = Generation(request)
+            generation = UnreadGeneration(request)
             self._undelivered.append((generation, generation.cancelled_before()))
             return generation
         assert prompt is not None
+        if self._vectors is not None:
+            return self._vectors.begin(request, prompt.ids)
         output = self._prompts.output(request, prompt)
         leader = beside.sequence if isinstance(beside, TextGeneration) else None
         sequence = self.engine.add(self._engine_request(request, prompt, output), leader=leader)
@@ -133,6 +145,8 @@ class Session(RequestReader):
         What fails is the request that the failing work was for. All others go on.
         """
         events, self._undelivered = self._undelivered, []
+        if self._vectors is not None:
+            return [*events, *self._vectors.step()]
         for generation in self._running():
             if generation.request.cancelled():
                 events += self._text(generation, [self.engine.cancel(generation.sequence)])
@@ -155,6 +169,9 @@ class Session(RequestReader):
 
     def end(self, generation: "Generation") -> None:
         """Free what a generation holds, wherever it is. Idempotent."""
+        if isinstance(generation, VectorGeneration):
+            assert self._vectors is not None
+            self._vectors.end(generation)
         generation.ended = True
         if isinstance(generation, TextGeneration):
             self._generations.pop(generation.sequence, None)
@@ -194,8 +211,8 @@ def _prompt_of(beside: "Generation | None", request: TextRequest) -> Prompt | No
     return beside.request.encoded if beside.request.prompt is request.prompt else None
 
 
-class Generation:
-    """A request that was begun."""
+class UnreadGeneration:
+    """A request that was begun, and perhaps cancelled while its prompt was encoded."""
 
     def __init__(self, request: TextRequest):
         self.request = request
@@ -207,7 +224,7 @@ class Generation:
         return Finished(reason="cancelled", tokens=[], stats=RequestStats(0))
 
 
-class TextGeneration(Generation):
+class TextGeneration(UnreadGeneration):
     """One request's engine events turned into session events."""
 
     def __init__(
@@ -269,6 +286,10 @@ class TextGeneration(Generation):
         if stats.compression is not None and stats.compression.reason:
             stats.notes = [*stats.notes, f"The prompt was not compressed: {stats.compression.reason}."]
         stats.reasoning_tokens = min(self._output.reasoning_tokens, len(self._tokens))
+        constraint = self.sequence.request.constraint
+        if isinstance(constraint, TokenConstraint) and constraint.loops_ended:
+            stats.reasoning_loops = constraint.loops_ended
+            stats.notes = [*stats.notes, LOOPED]
         called = done.reason == "stop" and self._output.called
         return Finished(
             reason="tool_calls" if called else done.reason,
@@ -277,3 +298,6 @@ class TextGeneration(Generation):
             stats=stats,
             logprobs=self._logprobs,
         )
+
+
+Generation = UnreadGeneration | TextGeneration | VectorGeneration  # a request that was begun

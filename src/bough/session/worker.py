@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from bough.engine.sampler import SamplingParams
 from bough.errors import BoughError, QueueFull, ResourceError, Unavailable
+from bough.models.pooling import VectorSpec
 from bough.session.requests import Failed, Finished, Progress, SessionEvent, TextRequest
 
 log = logging.getLogger(__name__)
@@ -36,6 +37,10 @@ class TextReader(Protocol):
     def template(self) -> Any: ...
     @property
     def max_ctx(self) -> int: ...
+    @property
+    def vector_spec(self) -> VectorSpec | None: ...
+    @property
+    def caches_prefixes(self) -> bool: ...
     def sampling_for(self, thinking: bool | None) -> SamplingParams: ...
     def encode(self, request: TextRequest) -> list[int]: ...
     def check(self, request: TextRequest) -> TextRequest: ...
@@ -226,6 +231,10 @@ class Worker(Protocol):
     def check_room(self, *, prefill_only: bool = False) -> None: ...
     def submit(self, *requests: TextRequest, label: str = "") -> Job: ...
     def cancel_all(self) -> None: ...
+    def refuse(self) -> None:
+        """Take no more requests and refuse those that wait; those that run go on."""
+        ...
+
     def close(self) -> None: ...
     def describe(self) -> Mapping[str, Any]: ...
     async def refresh(self) -> None:
@@ -258,6 +267,7 @@ class EngineWorker:
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
         self._state = State.loading
+        self._refuses = False
         self.loaded: tuple[int, int] = (0, 0)  # tensors loaded, total
         self.failure: Exception | None = None
         self._failure_reason = "the model could not be loaded"
@@ -302,6 +312,8 @@ class EngineWorker:
     def check_room(self, *, prefill_only: bool = False) -> None:
         """Raise Unavailable unless a job could be queued."""
         _ = self.session
+        if self._refuses:
+            raise stopping()
         if prefill_only and len(self._prefills) >= MAX_PREFILLS:
             raise QueueFull(
                 f"{len(self._prefills)} requests for prefill alone are waiting, at most {MAX_PREFILLS} can",
@@ -331,7 +343,7 @@ class EngineWorker:
             self._queue_of(job).remove(job)
             if job.live:
                 return
-        job.end(_stopping())
+        job.end(stopping())
 
     def _queue_of(self, job: Job) -> deque[Job]:
         return self._prefills if job.prefill_only else self._waiting
@@ -342,6 +354,13 @@ class EngineWorker:
     def cancel_all(self) -> None:
         for job in self._jobs():
             job.cancel()
+
+    def refuse(self) -> None:
+        """Take no more requests and refuse those that wait; those that run go on."""
+        self._refuses = True
+        for job in [*self._waiting, *self._prefills]:
+            if not job.begun:
+                job.cancel()
 
     def close(self, timeout_s: float = 30.0) -> None:
         """Accept no more requests, cancel all jobs and release the session."""
@@ -491,7 +510,7 @@ class EngineWorker:
             if _device_lost(error):
                 self._give_up(error)
         elif not job.live and (job.begun == len(job.requests) or job not in self._waiting):
-            job.end(None if job.begun == len(job.requests) else _stopping())
+            job.end(None if job.begun == len(job.requests) else stopping())
 
     def _give_up(self, error: Exception) -> None:
         """Fail all other jobs and accept no more: the process can no longer use its device."""
@@ -511,7 +530,7 @@ def _set_all(wakeups: Iterable[asyncio.Event]) -> None:
         wakeup.set()
 
 
-def _stopping() -> Unavailable:
+def stopping() -> Unavailable:
     """Return the error for the reader of a cancelled job: only a shutdown cancels one that has a reader."""
     return Unavailable("the server is stopping", retry_after_s=10)
 

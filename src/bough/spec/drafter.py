@@ -8,6 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from bough.kernels.tree import MAX_ROWS
+from bough.spec.shares import Shares
 from bough.spec.tree import Tree
 from bough.state.draft_ring import SavedRings
 from bough.state.graphs import CapturedFunction
@@ -37,6 +38,10 @@ class Constraint(Protocol):
 
     def masks(self, tokens: Sequence[int], parents: Sequence[int]) -> list[np.ndarray | None]:
         """Return what may follow each row of a tree, a bit a token; None: any token."""
+        ...
+
+    def idle(self, rows: int) -> bool:
+        """Return whether any token may follow each row of any tree with `rows` rows."""
         ...
 
     def accept(self, tokens: Sequence[int]) -> int | None:
@@ -92,6 +97,10 @@ class Drafter(Protocol):
 
     def begin(self, slot: int) -> None:
         """Start a new sequence."""
+        ...
+
+    def rehearse(self, slot: int) -> None:
+        """Call the draft once, between requests, to see what that takes."""
         ...
 
     @property
@@ -164,8 +173,12 @@ class Drafter(Protocol):
         """Continue the sequence just begun after `tokens`, where the state was saved."""
         ...
 
-    def warnings(self) -> list[str]:
-        """Return what the user should know, in sentences."""
+    def warnings(self, slot: int) -> list[str]:
+        """Return what the user should know since the end of a slot's text, in sentences; slot -1: ever."""
+        ...
+
+    def shares(self, slot: int) -> Shares:
+        """Return how many tokens of a slot's text were accepted of whom."""
         ...
 
 
@@ -180,6 +193,8 @@ class NoDrafter:
         return []
 
     def begin(self, slot: int) -> None: ...
+
+    def rehearse(self, slot: int) -> None: ...
 
     def append(self, slot: int, tokens: list[int], features: Tensor) -> None: ...
 
@@ -213,5 +228,8 @@ class NoDrafter:
 
     def restore(self, slot: int, tokens: Sequence[int], saved: SavedRings | None) -> None: ...
 
-    def warnings(self) -> list[str]:
+    def warnings(self, slot: int) -> list[str]:
         return []
+
+    def shares(self, slot: int) -> Shares:
+        return Shares()

@@ -1,6 +1,7 @@
 """The drafter users get: drafts and prompt lookup in one tree, of a size that pays."""
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -13,6 +14,7 @@ from bough.kernels.tree import MAX_ROWS
 from bough.kernels.tree.reference import accept_path
 from bough.spec.dflash import (
     Ask,
+    DFlashModel,
     DraftCall,
     DraftModel,
     DraftReport,
@@ -20,6 +22,7 @@ from bough.spec.dflash import (
     NoDraftModel,
     TreeShape,
 )
+from bough.spec.diagnosis import DraftWatch
 from bough.spec.drafter import Constraint, Rank, StepOutcome, Turn
 from bough.spec.mixed import mixes_of
 from bough.spec.policy import (
@@ -33,6 +36,7 @@ from bough.spec.policy import (
     StepCosts,
 )
 from bough.spec.prompt_lookup import PromptLookup
+from bough.spec.shares import Shares
 from bough.spec.sharing import BatchCosts, Offer, RowSharing
 from bough.spec.tree import Tree
 from bough.state.draft_ring import SavedRings
@@ -41,6 +45,7 @@ from bough.state.graphs import CapturedFunction
 CANDIDATES = 24  # of a depth; a tree of 63 nodes rarely needs more
 SPINE = math.log(0.02)  # the likeliest path is in the tree while its probability is at least this
 _FORCED = math.log(0.97)  # text without a choice may still be tokenised in another way
+_RESTED = Plan(1, False)  # of a plain step that was not planned by itself
 _CONSTRAINED = 3  # times as many nodes are built under a constraint, which then prunes them
 
 
@@ -77,6 +82,10 @@ class _Text:
     policy: RowPolicy
     lookup: PromptLookup
     plan: Plan = PLAIN  # of the current step
+    resting: int = 0  # steps from now on that are plain unless prompt lookup finds something
+    root: Tree = field(default_factory=lambda: Tree.root(0))  # of such steps, changed in place
+    root_numbers: np.ndarray = field(init=False)
+    rested: int = 0  # such steps that the policy has not counted yet
     pruned: DraftReport | None = None  # the current step's tree, where a constraint pruned it
     # The last report, not learnt from yet.
     unread: tuple[Tensor | list[DraftReport], Plan, StepOutcome] | None = None
@@ -88,6 +97,9 @@ class _Text:
     expected: list[float] = field(default_factory=list)  # tokens accepted of a draft call, by size
     asked: tuple[int, int] | None = None  # number of the call, index in it
     report: DraftReport | None = None
+
+    def __post_init__(self) -> None:
+        self.root_numbers = self.root.packed.numpy()
 
 
 class Speculator:
@@ -125,8 +137,12 @@ class Speculator:
         # Steps of several texts are padded to these sizes, too; without padding any number of rows will do.
         self._padded_sizes = None if sizes is EAGER_SIZES else sizes
         self._texts: dict[int, _Text] = {}  # by slot
+        self._watch = DraftWatch(*(draft.watched if isinstance(draft, DFlashModel) else ()))
         self._calls = 0  # for several texts
         self._asked = 0  # texts in the last call for several
+        self._on_host = torch.device(device).type == "cpu"
+        self._clock = time.thread_time if self._on_host else time.perf_counter
+        self._observed = -1, 0.0  # slot and time of the last step of one text
         # Of the last step of several texts: text, its plan and its draft's tree, outcome.
         self._unlearnt: list[tuple[_Text, Plan, DraftReport | None, StepOutcome]] = []
 
@@ -167,8 +183,10 @@ class Speculator:
 
     def begin(self, slot: int) -> None:
         self._policy = self._policy.fork()
+        self._observed = -1, 0.0
         self._texts[slot] = _Text(self._policy, PromptLookup(self._usual_copies))
         self._draft.begin(slot)
+        self._watch.begin(slot)
 
     def append(self, slot: int, tokens: list[int], features: Tensor) -> None:
         self._texts[slot].lookup.append(tokens)
@@ -200,14 +218,22 @@ class Speculator:
     def propose(
         self, slot: int, anchor: int, position: int, max_rows: int, constraint: Constraint | None = None
     ) -> Tree:
-        text, self._asked = self._texts[slot], 0
+        text = self._texts[slot]
+        if text.resting:
+            text.resting -= 1
+            text.rested += 1
+            text.plan = _RESTED
+            text.root_numbers[0, 0] = anchor
+            return text.root
+        self._asked = 0
+        self._wake(text)
         self._learn_all()
         if len(text.lookup) == position:
             text.lookup.append([anchor])
         text.plan, text.pruned = PLAIN, None
         if max_rows == 1:
             return Tree.root(anchor)
-        copied, score = self._copied(text, anchor, constraint)
+        text.copied = copied, score = self._copied(text, anchor, constraint)
         if constraint is not None:
             self._learn_unread(text)
         text.plan = plan = text.policy.plan(copied=len(copied), probability=math.exp(score))
@@ -215,6 +241,8 @@ class Speculator:
         if plan.lookup:
             return Tree.chain([anchor, *copied][:rows])
         if not plan.draft:
+            if self._on_host and constraint is None and not (copied or text.watched or text.compared):
+                text.resting = text.policy.rest()
             return Tree.root(anchor)
         chain = [] if self._config.chain else copied
         if constraint is not None:
@@ -226,17 +254,23 @@ class Speculator:
 
     def plan_root(self, slot: int) -> bool:
         text = self._texts[slot]
+        self._wake(text)
         copied, score = self._looked_up(text)
         return text.policy.plan_root(copied=len(copied), probability=math.exp(score))
 
     def observe(self, slot: int, outcome: StepOutcome) -> None:
         text = self._texts[slot]
+        repeats = text.lookup.append(outcome.tokens)
+        if text.plan is _RESTED:
+            if repeats:
+                text.resting = 0
+            if not text.resting:
+                self._observed = slot, self._clock()
+            return
         self._learn_unread(text)
-        text.lookup.append(outcome.tokens)
-        costs, plan = text.policy.costs, text.plan
-        costs.observe_step(outcome.rows, outcome.verify_cost)
-        if plan.draft:
-            costs.observe_draft(outcome.draft_share * (outcome.draft_s - self._call.backlog_s), plan.mix)
+        self._watch_step(slot, text, outcome)
+        plan = text.plan
+        self._observe_costs(text, slot, outcome)
         if text.pruned is not None:
             self._learn(text, _Called(text.pruned, plan, []), outcome)
         elif plan.draft:
@@ -244,6 +278,33 @@ class Speculator:
             text.unread = (self._call.report(), plan, outcome)
         else:
             self._learn(text, None, outcome)
+
+    def rehearse(self, slot: int) -> None:
+        self._call = self._draft_calls[0, False]
+        self._call([Ask(slot, 0, [], 0.0)], short=self._policy.rows_are_dear)
+
+    def _observe_costs(self, text: _Text, slot: int, outcome: StepOutcome) -> None:
+        """Learn what a step cost, and what the host did since the one before."""
+        costs, plan, (before, start) = text.policy.costs, text.plan, self._observed
+        draft_s = outcome.draft_share * outcome.draft_s
+        costs.observe_step(outcome.rows, outcome.verify_cost)
+        if plan.draft:
+            positions, backlog_s = self._call.backlog
+            backlog_s *= outcome.draft_share
+            costs.observe_draft(draft_s - backlog_s, plan.mix)
+            costs.observe_backlog(backlog_s, positions)
+        self._observed = slot, self._clock()
+        if before == slot:
+            gap_s = self._observed[1] - start - draft_s - outcome.verify_cost
+            kind = "draft" if plan.draft else "lookup" if outcome.rows > 1 else "plain"
+            costs.observe_gap(kind, max(gap_s, 0.0))
+
+    @staticmethod
+    def _wake(text: _Text) -> None:
+        """Let the policy know of steps that it did not plan."""
+        if text.rested:
+            text.policy.rested(text.rested)
+        text.resting = text.rested = 0
 
     # -- Steps of several texts: the trees are read back and share the rows on the host
 
@@ -280,11 +341,13 @@ class Speculator:
         for slot, outcome in outcomes.items():
             text = self._texts[slot]
             text.lookup.append(outcome.tokens)
+            self._watch_step(slot, text, outcome)
             self._unlearnt.append((text, text.plan, text.report, outcome))
             text.report = None
 
     def _look_up(self, turn: Turn) -> None:
         text = self._texts[turn.slot]
+        self._wake(text)
         self._learn_unread(text)
         if len(text.lookup) == turn.position:
             text.lookup.append([turn.anchor])
@@ -351,9 +414,19 @@ class Speculator:
 
     # -- Both
 
-    def warnings(self) -> list[str]:
-        warning = self._policy.warning() if self._has_draft else None
-        return [warning] if warning else []
+    def warnings(self, slot: int) -> list[str]:
+        text = self._texts.get(slot)
+        known = self._watch.diagnosis if text is None else None
+        note = self._watch.look_into(text.lookup.tokens) if text is not None and self._has_draft else known
+        return [note] if note else []
+
+    def shares(self, slot: int) -> Shares:
+        return self._watch.shares(slot)
+
+    def _watch_step(self, slot: int, text: _Text, outcome: StepOutcome) -> None:
+        if outcome.rows > 1:
+            copied = [] if self._config.chain and text.plan.draft else text.copied[0]
+            self._watch.observe(slot, outcome.tokens[:-1], copied, drafted=text.plan.draft)
 
     def last_report(self) -> DraftReport:
         """Return the last draft call, with its whole tree; synchronises with the device."""

@@ -4,20 +4,21 @@ Parsing and masks come from llguidance; this wraps the part that sessions use, w
 """
 
 import json
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from bough.errors import UsageError
 from bough.text.json_schema import prepare
-from bough.text.tokenizer import Tokenizer
 
 # As json.dumps writes: familiar to models, mostly forced, and no output of endless whitespace.
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_KEPT = 256  # compiled grammars: agents send the same tools with every request
+_PARTS = 64  # compiled patterns and tools: most are in several of a client's requests
+MAX_STATES = 50_000  # of a lexer, some 2 kB each: a long enumeration has 10,000
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,25 +76,61 @@ class Matcher:
         return Matcher(self._state.deep_copy(), self._words, self._field)
 
 
+class Vocabulary(Protocol):
+    """The part of `Tokenizer` that grammars need."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def stop_ids(self) -> frozenset[int]: ...
+    @property
+    def eos_id(self) -> int | None: ...
+    def token_bytes(self, id: int, /) -> bytes: ...
+    def is_control(self, id: int, /) -> bool: ...
+    def encode(self, text: str, /, *, special: bool = True) -> list[int]: ...
+
+
 class GrammarCompiler:
     """Compiles grammars over one vocabulary, whose tables are built for the first grammar."""
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Vocabulary):
         self._tokenizer = tokenizer
+        self._building = threading.Lock()
 
     def compile(self, grammar: Grammar, *, calls: Grammar | None = None) -> Matcher:
         """Return a matcher at the start of a grammar, or of `calls` as its alternative.
 
         Raise UsageError for an invalid grammar.
         """
+        return self.matcher(self.state_of(self.source(grammar, calls=calls), grammar), grammar.field)
+
+    def source(self, grammar: Grammar, *, calls: Grammar | None = None) -> str:
+        """Return the library's form of a grammar, or of `calls` as its alternative."""
         try:
             source = self._source(grammar)
-            if calls is not None:
-                source = _either(self._source(calls), source)
-            state = self._compiled(source, grammar.kind)
+            return source if calls is None else _either(self._source(calls), source)
         except UsageError as error:
             raise UsageError(error.message, error.hint, param=error.param or grammar.field) from error
-        return Matcher(state.deep_copy(), -(-self._tokenizer.vocab_size // 32), grammar.field)
+
+    def state_of(self, source: str, grammar: Grammar) -> Any:
+        """Return the library's matcher at the start of what `source` has returned."""
+        self.warm()
+        try:
+            return self._compile(source, grammar.kind)
+        except UsageError as error:
+            raise UsageError(error.message, error.hint, param=grammar.field) from error
+
+    def check(self, grammar: Grammar) -> None:
+        """Raise UsageError for an invalid grammar; parts of several grammars are compiled once."""
+        self._compiled(self._source(grammar), grammar.kind)
+
+    def warm(self) -> None:
+        """Build the tables, if they are not there."""
+        with self._building:
+            _ = self._library
+
+    def matcher(self, state: Any, field: str | None) -> Matcher:
+        return Matcher(state.deep_copy(), -(-self._tokenizer.vocab_size // 32), field)
 
     def prepare(self, schema: Mapping[str, Any], *, lenient: bool = False) -> dict[str, Any]:
         """Return a JSON schema that the grammar can represent; `lenient` drops patterns that it cannot."""
@@ -122,11 +159,12 @@ class GrammarCompiler:
 
     @cached_property
     def _compiled(self) -> Any:
-        return lru_cache(maxsize=_KEPT)(self._compile)
+        return lru_cache(maxsize=_PARTS)(self._compile)
 
     def _compile(self, source: str, kind: str) -> Any:
         library, tables = self._library
-        state = library.LLMatcher(tables, source, log_level=0)
+        limits = library.LLParserLimits(max_lexer_states=MAX_STATES)
+        state = library.LLMatcher(tables, source, log_level=0, limits=limits)
         if state.is_error():
             raise UsageError(f"the {kind} grammar cannot be used: {_reason(state)}")
         # Rules that only refer to themselves fail at the first mask.
@@ -154,18 +192,18 @@ class GrammarCompiler:
                 "grammars and JSON schemas need the package llguidance, which is not installed",
                 "pip install llguidance",
             ) from error
-        vocabulary = _Vocabulary(self._tokenizer)
+        vocabulary = _Tokens(self._tokenizer)
         ends = sorted(self._tokenizer.stop_ids) or None
         return llguidance, llguidance.LLTokenizer(vocabulary, eos_token=ends)  # ty: ignore[invalid-argument-type]
 
 
-class _Vocabulary:
+class _Tokens:
     """The tokenizer interface of llguidance."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Vocabulary):
         self._tokenizer = tokenizer
         ids = range(tokenizer.vocab_size)
         self.eos_token_id = min(tokenizer.stop_ids, default=tokenizer.eos_id or 0)

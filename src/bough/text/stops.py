@@ -1,6 +1,7 @@
-"""StopStrings: finds stop strings in streamed text; any split of the text gives the same result."""
+"""Where streamed text ends; any split of the text gives the same result."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 
 class StopStrings:
@@ -38,3 +39,47 @@ class StopStrings:
             if any(stop.startswith(self._held[start:]) for stop in self._stops):
                 return start
         return len(self._held)
+
+
+class LineStop:
+    """Ends a text with one of its lines: after a time, or before a line that is indented less.
+
+    A blank line is indented less, as llama.cpp has it for editors.
+    """
+
+    def __init__(
+        self, seconds: float | None = None, indent: int = 0, *, now: Callable[[], float] = time.perf_counter
+    ):
+        """`seconds`: from the first text on; None: no limit. `indent`: spaces and tabs; 0: any."""
+        self._seconds, self._indent, self._now = seconds, indent, now
+        self._begun: float | None = None
+        self._held = ""  # a line's end and the white space after it
+        self.hit = False
+
+    def push(self, text: str) -> str:
+        """Return the text before the end, if there is one; nothing after it was found."""
+        shown = ""
+        if self._begun is None and text:
+            self._begun = self._now()
+        for character in text:
+            if self.hit:
+                break
+            if self._held and character in " \t":
+                self._held += character
+                continue
+            if self._held and len(self._held) <= self._indent:
+                self.hit = True
+                break
+            shown, self._held = shown + self._held, ""
+            if character != "\n":
+                shown += character
+            elif self._seconds is not None and self._now() - (self._begun or 0.0) > self._seconds:
+                self.hit = True
+            else:
+                self._held = character
+        return shown
+
+    def flush(self) -> str:
+        """Return the text held back, at the end of the stream."""
+        rest, self._held = self._held, ""
+        return "" if self.hit else rest

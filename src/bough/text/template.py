@@ -15,7 +15,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
 from bough.errors import BadGGUF, TemplateFailed, UsageError
-from bough.text.bounded_jinja import BUDGET, BoundedEnvironment, Budget
+from bough.text.bounded_jinja import BUDGET, BoundedEnvironment, Budget, within
 from bough.text.messages import Message, merge_neighbours, normalise
 from bough.text.output import END_THINK, THINK
 from bough.text.tokenizer import KEY, TokenType
@@ -31,11 +31,22 @@ RAW_HINT = "`raw` sends the prompt without a chat template"
 # Far above what any conversation needs, and at most a few seconds of work.
 MAX_ITERATIONS = 1_000_000
 MAX_CHARACTERS = 64_000_000
+MAX_CONSTANT = 100_000  # characters that are written when the template is compiled
 MAX_NESTING = 100
 # Turn ends to report, from the last one backwards.
 BOUNDARY_TURNS = 8
 # Openings (system message and tools) whose rendering is kept, and the most characters of one.
 REMEMBERED, MAX_REMEMBERED = 4, 1_000_000
+# Words for how much to reason, and what comes nearest where a template does not have them.
+EFFORT = "reasoning_effort"
+_NEAREST = {
+    "minimal": ("minimal", "low"),
+    "low": ("low", "minimal"),
+    "medium": ("medium",),
+    "high": ("high", "xhigh", "max"),
+    "xhigh": ("xhigh", "max", "high"),
+    "max": ("max", "xhigh", "high"),
+}
 # Unicode reserves these for a program's own use: they enclose control tokens that the conversation spells.
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
 
@@ -66,8 +77,11 @@ class ChatTemplate:
         eos: str = "",
         controls: Sequence[str] = (),
         is_fallback: bool = False,
+        effort: str | None = None,
     ):
+        """`effort`: of reasoning, for conversations rendered without one."""
         self.source = source
+        self.default_effort = effort
         self.is_fallback = is_fallback
         self._tokens = {"bos_token": bos, "eos_token": eos}
         self._openings: list[tuple[list[Message], Mapping[str, Any], str]] = []
@@ -75,7 +89,9 @@ class ChatTemplate:
         self._controls = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
     @classmethod
-    def from_metadata(cls, metadata: Mapping[str, Any], *, source: str = "") -> "ChatTemplate":
+    def from_metadata(
+        cls, metadata: Mapping[str, Any], *, source: str = "", effort: str | None = None
+    ) -> "ChatTemplate":
         """Return the template in `tokenizer.chat_template`, or plain ChatML where the file has none."""
         text = metadata.get("tokenizer.chat_template")
         if text is not None and not isinstance(text, str):
@@ -94,6 +110,7 @@ class ChatTemplate:
             eos=spelling("eos_token_id"),
             controls=[t for t, type in zip(tokens, types, strict=False) if type == TokenType.CONTROL],
             is_fallback=not text,
+            effort=effort,
         )
 
     @property
@@ -113,6 +130,13 @@ class ChatTemplate:
             return False
         return prompt.rstrip().endswith(THINK)
 
+    def effort(self, wanted: str | None) -> str | None:
+        """Return the template's own word for an effort; None: it has none, and most refuse others."""
+        if wanted is None or EFFORT not in self.source:
+            return None
+        listed = set(re.findall("[\"']([a-z]+)[\"']", self.source))
+        return next((word for word in _NEAREST[wanted] if word in listed), None)
+
     def is_control_at(self, text: str, offset: int) -> bool:
         """Return whether a control token's string begins at `offset`."""
         return self._controls.match(text, offset) is not None
@@ -125,12 +149,14 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         thinking: bool | None = None,
+        effort: str | None = None,
         boundaries: bool = False,
         continue_final: bool = False,
         **extra: Any,
     ) -> Rendered:
         """Render a conversation as clients send it; `thinking` None leaves the template's default.
 
+        `effort` of reasoning, as far as the template has a word for it.
         `continue_final`: the last message is the beginning of the assistant's answer; its turn stays open.
         """
         if own := {"messages", BUDGET, *self._tokens} & extra.keys():
@@ -143,6 +169,9 @@ class ChatTemplate:
         variables = self._guard(extra) | self._tokens | {"tools": self._guard(_checked_tools(tools))}
         if thinking is not None:
             variables["enable_thinking"] = thinking
+        word = self.effort(effort or self.default_effort)
+        if word is not None and thinking is not False:
+            variables.setdefault(EFFORT, word)
 
         def run(turns: list[Message], prompt: bool) -> str:
             return self._run({**variables, "messages": turns, "add_generation_prompt": prompt})
@@ -229,8 +258,11 @@ class ChatTemplate:
         )
         environment.filters["tojson"] = _to_json
         try:
-            tree = environment.bounded(environment.parse(self.source))
-            return environment.from_string(tree, {"raise_exception": _refuse, "strftime_now": _now})
+            tree = environment.bounded(self.source)
+            with within(Budget(0, MAX_CONSTANT)):
+                return environment.from_string(tree, {"raise_exception": _refuse, "strftime_now": _now})
+        except TemplateFailed:
+            raise
         except Exception as error:  # the compiler may raise anything on text from a file
             line = f" in line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
             raise TemplateFailed(f"the chat template cannot be compiled: {error}{line}", RAW_HINT) from error
@@ -238,15 +270,16 @@ class ChatTemplate:
     def _run(self, variables: Mapping[str, Any]) -> str:
         pieces: list[str] = []
         written = 0
-        template = self._template
+        template, budget = self._template, Budget(MAX_ITERATIONS, 2 * MAX_CHARACTERS)
         try:
-            for piece in template.generate({**variables, BUDGET: Budget(MAX_ITERATIONS, 4 * MAX_CHARACTERS)}):
-                pieces.append(piece)
-                written += len(piece)
-                if written > MAX_CHARACTERS:
-                    raise TemplateFailed(
-                        f"the chat template writes over {MAX_CHARACTERS} characters", RAW_HINT
-                    )
+            with within(budget):
+                for piece in template.generate({**variables, BUDGET: budget}):
+                    pieces.append(piece)
+                    written += len(piece)
+                    if written > MAX_CHARACTERS:
+                        raise TemplateFailed(
+                            f"the chat template writes over {MAX_CHARACTERS} characters", RAW_HINT
+                        )
         except TemplateFailed:
             raise
         except Exception as error:  # the template is a program from the file and may raise anything

@@ -12,6 +12,7 @@ import tokenizers
 from tokenizers.models import BPE
 
 from bough.errors import BadGGUF, Cancelled, PromptTooLong, UnsupportedModel, UsageError
+from bough.text.infill_tokens import InfillTokens
 from bough.text.pretokenizers import WORD_RULES, WordRule
 from bough.text.stream import TextStream
 
@@ -19,8 +20,6 @@ KEY = "tokenizer.ggml."
 END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 # Files name one end token; models end with any of these that they have as control tokens.
 END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<|eom_id|>", "</s>")
-# Code models end a completion with these; some files have them as user-defined tokens.
-INFILL_END_TOKENS = ("<|fim_pad|>", "<|repo_name|>", "<|file_sep|>")
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 SURROGATE = re.compile("[\ud800-\udfff]")
 # Every rule of pretokenizers.py ends a word here, and composition (NFC) does not cross it.
@@ -94,6 +93,8 @@ class Tokenizer:
     bos_id: int | None
     eos_id: int | None
     pad_id: int | None
+    adds_eos: bool  # the file asks for an EOS after a text whose vector is computed
+    infill: InfillTokens | None  # None: the model cannot fill in the middle
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, Any], *, source: str = "") -> "Tokenizer":
@@ -128,8 +129,11 @@ class Tokenizer:
         self.eos_id = reader.id("eos_token_id", self.vocab_size)
         self.pad_id = reader.id("padding_token_id", self.vocab_size)
         common_ends = {self._ids[token] for token in END_TOKENS if token in control}
-        infill_ends = {self._ids[token] for token in INFILL_END_TOKENS if token in control + user_defined}
+        # Some files have these as user-defined tokens.
+        special_ids = {token: self._ids[token] for token in control + user_defined}
+        self.infill, infill_ends = InfillTokens.of(special_ids, lambda key: reader.id(key, self.vocab_size))
         self.stop_ids = reader.stop_ids(self.vocab_size) | common_ends | infill_ends
+        self.adds_eos = reader.adds_eos()
 
     @cached_property
     def longest_token(self) -> int:
@@ -304,6 +308,9 @@ class _Reader:
 
     def adds_bos(self, rule: WordRule) -> bool:
         return bool(self.metadata.get(f"{KEY}add_bos_token", rule.adds_bos))
+
+    def adds_eos(self) -> bool:
+        return bool(self.metadata.get(f"{KEY}add_eos_token", False))
 
     def stop_ids(self, size: int) -> frozenset[int]:
         stops = {id for name in END_KEYS if (id := self.id(name, size)) is not None}

@@ -26,7 +26,6 @@ from bough.models.draft_spec import (
 from bough.models.spec import ModelSpec
 from bough.train.draft_data import Batch
 from bough.train.draft_target import Frozen
-from bough.train.target import rope
 
 DraftKind = Literal["dflash", "dflash2", "mtp"]
 _TAPS = 5
@@ -100,6 +99,16 @@ class Geometry:
     context: tuple[Tensor, Tensor]  # cos and sin of the context's positions
     blocks: tuple[Tensor, Tensor]  # cos and sin of the blocks' rows
     masks: dict[tuple[LayerKind, bool], Tensor]  # by kind and causality: [B, 1, M, 1, T or 1, n + T] bool
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate pairs (j, j + R/2) of the first R dims of x [B, T, H, D]; cos and sin [..., T, 1, R/2].
+
+    The gradient of one split is one concatenation; the kernels' reference slices, whose gradients are three
+    zero-filled tensors.
+    """
+    a, b, rest = x.split([cos.shape[-1], cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]], -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
 
 
 class Attention(nn.Module):

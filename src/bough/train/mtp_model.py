@@ -17,8 +17,8 @@ from bough.models.decoder import EMBEDDING_TAP
 from bough.models.spec import ModelSpec
 from bough.spec.mtp import STEPS
 from bough.train.draft_data import Batch
+from bough.train.draft_model import rope
 from bough.train.draft_target import Frozen
-from bough.train.target import rope
 
 _DEVIATION = 0.02  # standard deviation of initial weights
 

@@ -27,7 +27,7 @@ TURNS = st.builds(
 )
 def test_what_is_saved_is_loaded(tmp_path_factory, conversation, temperature, seed, budget):
     path = tmp_path_factory.mktemp("chat") / "talk.json"
-    settings = Settings({"temperature": temperature, "seed": seed}, ["\n\n"], True, 100, budget)
+    settings = Settings({"temperature": temperature, "seed": seed}, ["\n\n"], True, 100, "low", budget)
     saved.save(path, conversation, settings, model="a model")
     assert saved.load(path) == (conversation, settings)
     saved.save(path, Conversation(), Settings(), model="a model")

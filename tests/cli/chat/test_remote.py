@@ -163,3 +163,25 @@ def test_addresses(url, found):
 def test_addresses_that_are_none(url):
     with pytest.raises(UsageError, match="needs an address like"):
         address(url)
+
+
+def test_the_context_is_that_of_the_named_model(bough):
+    with ChatServer(echo, owner="bough") as server:
+        server.models = {"data": [{"id": "a", "max_model_len": 8192}, {"id": "b", "max_model_len": 512}]}
+        result = bough("chat", "--url", server.url, stdin="/model\n/model b\n/model c\n")
+    lines = [line for line in result.stderr.splitlines() if " · " in line]
+    assert [line.partition(" · http")[0] for line in lines] == [
+        "a · context 8,192 tokens", "b · context 512 tokens", "c"
+    ]  # fmt: skip
+
+
+def test_a_conversation_with_another_model_says_so(bough, tmp_path):
+    path = tmp_path / "c1.json"
+    saved = {
+        "model": "other",
+        "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+    }
+    path.write_text(json.dumps(saved))
+    with ChatServer(echo) as server:
+        result = bough("chat", "--url", server.url, "--load", path, stdin="")
+    assert "They were written with other; served-model goes on with them." in result.stderr

@@ -47,7 +47,8 @@ class Parrot:
         yield ReasoningDelta("hmm")
         if self.failure is not None and "late" not in str(self.failure):
             raise self.failure
-        yield TextDelta(f"{messages[-1]['content']} {seed}")
+        greedy = settings.values.get("temperature") == 0
+        yield TextDelta(f"{messages[-1]['content']}{'' if greedy else f' {seed}'}")
         if self.failure is not None:
             raise self.failure
         yield ReplyEnd(
@@ -116,6 +117,17 @@ def test_another_answer_has_another_seed(talk, parrot):
     first, second = (seed for _, _, seed in parrot.asked)
     assert first != second and contents(chat) == ["a", f"a {second}"]
     assert parrot.asked[0][0] == parrot.asked[1][0]
+
+
+def test_another_answer_has_another_seed_than_one_that_was_set(talk, parrot):
+    talk("a", "/regen", "/regen", "b", settings=Settings({"seed": 5}))
+    assert [seed for _, _, seed in parrot.asked] == [5, 6, 7, 5]
+
+
+def test_a_greedy_answer_is_the_same_again_and_a_line_says_why(talk, parrot, capsys):
+    chat = talk("a", "/regen", settings=Settings({"temperature": 0}))
+    assert contents(chat) == ["a", "a"]
+    assert "The same text: the temperature is 0." in capsys.readouterr().err
 
 
 def test_without_speculation_the_same_answer_comes_again(talk, parrot, capsys):

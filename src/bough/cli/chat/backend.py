@@ -130,6 +130,7 @@ class LocalBackend:
             stop=settings.stop,
             thinking=settings.thinking,
             thinking_budget=settings.thinking_budget,
+            effort=settings.effort,
             draft_budget=settings.draft_budget,
             cancelled=cancelled,
         )

@@ -78,7 +78,8 @@ class ConversationOptions:
 
 
 # What a conversation has a setting for.
-ChatSamplingOptions = Annotated[SamplingOptions, Only(("n_gen", *FILTERS_AND_PENALTIES, "seed", "stop"))]
+_SETTINGS = ("n_gen", "greedy", *FILTERS_AND_PENALTIES, "seed", "stop")
+ChatSamplingOptions = Annotated[SamplingOptions, Only(_SETTINGS)]
 
 
 @grouped

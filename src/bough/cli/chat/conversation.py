@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bough.cli.values import unescape
+from bough.config import EFFORTS
 from bough.errors import UsageError
 
 FORMAT = "bough-chat-1"
@@ -50,6 +51,7 @@ class Settings:
     stop: list[str] = field(default_factory=list)
     thinking: bool | None = None
     thinking_budget: int | None = None
+    effort: str | None = None  # of reasoning
     draft_budget: int | None = None  # 0: plain decoding
 
     def set(self, name: str, text: str) -> None:
@@ -75,6 +77,7 @@ class Settings:
             "stop": self.stop,
             "thinking": self.thinking,
             "thinking_budget": self.thinking_budget,
+            "effort": self.effort,
             "draft_budget": self.draft_budget,
         }
 
@@ -91,6 +94,8 @@ class Settings:
         if isinstance(given.get("thinking"), bool):
             settings.thinking = given["thinking"]
         settings.thinking_budget = _whole(given, "thinking_budget", 1, 1 << 30)
+        if given.get("effort") in EFFORTS:
+            settings.effort = given["effort"]
         settings.draft_budget = _whole(given, "draft_budget", 0, 63)
         return settings
 
@@ -130,6 +135,7 @@ class Message:
 class Conversation:
     system: str | None = None
     messages: list[Message] = field(default_factory=list)
+    model: str = field(default="", compare=False)  # that wrote the replies, where a file says so
 
     def request(self) -> list[dict[str, Any]]:
         """Return the messages in OpenAI's format."""
@@ -208,7 +214,9 @@ def load(path: Path) -> tuple[Conversation, Settings]:
             raise UsageError(f"system is {system!r}; needs a text")
         found = [_message(each, index) for index, each in enumerate(messages)]
         settings = given.get("settings", {})
-        return Conversation(system, found), Settings.from_dict(settings if isinstance(settings, dict) else {})
+        model = given["model"] if isinstance(given.get("model"), str) else ""
+        values = Settings.from_dict(settings if isinstance(settings, dict) else {})
+        return Conversation(system, found, model), values
     except UsageError as error:
         raise UsageError(f"{path} is damaged: {error.message}") from None
 

@@ -167,7 +167,8 @@ class Chat:
         try:
             self.backend.check(self.settings)
         except UsageError as error:
-            self.settings = replace(self.settings, thinking=None, thinking_budget=None, draft_budget=None)
+            plain = {"thinking": None, "thinking_budget": None, "effort": None, "draft_budget": None}
+            self.settings = replace(self.settings, **plain)
             self.screen.notice(f"{error.message[0].upper()}{error.message[1:]}: set back to default.")
 
     def load(self, path: Path) -> None:
@@ -177,22 +178,31 @@ class Chat:
         self._loaded(path)
 
     def regenerate(self) -> None:
-        """Answer the last message again, with the same seed if only speculation changed, to compare speed."""
+        """Answer the last message again, with another seed, or the same to compare speculation's speed."""
         if not self.conversation.messages:
             raise UsageError("there is no message to answer again")
         before = self.conversation.take_reply()
         made = self._last if before is not None and self._last and self._last.text == before.content else None
         comparable = made is not None and made.draft_budget != self.settings.draft_budget
-        seed = made.seed if made is not None and comparable else self._seed()
+        seed = self._seed() if made is None else made.seed if comparable else self._other_seed(made.seed)
         try:
             self._answer(seed)
         finally:
             if before is not None and not self.answered:
                 self.conversation.messages.append(before)
         now = self._last
-        if made is not None and now is not None and comparable and self.answered:
+        if made is None or now is None or not self.answered:
+            return
+        if comparable:
             same = "the same text" if now.text == made.text else "another text"
             self.screen.note(f"{same} · {now.tok_s:.1f} tok/s now, {made.tok_s:.1f} tok/s before")
+        elif now.text == made.text and self._temperature == 0:
+            self.screen.notice("The same text: the temperature is 0. `/set temperature 0.7` samples.")
+
+    @property
+    def _temperature(self) -> float | None:
+        """The temperature of replies; None: a server does not say."""
+        return self.settings.values.get(name := "temperature", self.backend.defaults(self.settings).get(name))
 
     def _handle(self, line: str) -> None:
         if line.strip().lower() in LEAVING:
@@ -220,6 +230,10 @@ class Chat:
 
     def _seed(self) -> int:
         return int(self.settings.values.get("seed", secrets.randbits(32)))
+
+    def _other_seed(self, before: int) -> int:
+        """Return a seed for another reply; one that was set is counted up."""
+        return (before + 1) % 2**64 if "seed" in self.settings.values else self._seed()
 
     def _answer(self, seed: int) -> None:
         """Stream a reply and append it to the conversation, incomplete if it was interrupted."""
@@ -270,6 +284,9 @@ class Chat:
         """Show the last exchange of a loaded conversation."""
         count = len(self.conversation.messages)
         self.screen.note(f"{count} message{'s' * (count != 1)} from {path}.")
+        model = self.conversation.model
+        if model and model != self.backend.name:
+            self.screen.notice(f"They were written with {model}; {self.backend.name} goes on with them.")
         for message in self.conversation.messages[-2:] if self._terminal else ():
             with TerminalReply() as reply:
                 if message.role == "user":

@@ -94,9 +94,10 @@ class RemoteBackend:
         if not models and model is None:
             raise ServerFailed(f"{base}/models lists no model", "name one: bough chat NAME --url URL")
         ours = any(each.get("owned_by") == OURS for each in models)
-        context = models[0].get("max_model_len") if models else None
+        name = model or models[0]["id"]
+        context = next((each.get("max_model_len") for each in models if each["id"] == name), None)
         context = context if isinstance(context, int) else None
-        return cls(http, base, name=model or models[0]["id"], ours=ours, context=context)
+        return cls(http, base, name=name, ours=ours, context=context)
 
     def check(self, settings: Settings) -> None:
         if settings.draft_budget is not None and not self.ours:
@@ -153,6 +154,8 @@ class RemoteBackend:
             body["chat_template_kwargs"] = {"enable_thinking": settings.thinking}
         if settings.thinking_budget is not None:
             body["thinking_budget"] = settings.thinking_budget
+        if settings.effort is not None:
+            body["reasoning_effort"] = settings.effort
         return body
 
 

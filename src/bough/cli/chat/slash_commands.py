@@ -14,6 +14,7 @@ from bough.cli import view
 from bough.cli.chat import conversation
 from bough.cli.chat.conversation import NAMES, OPTIONS, STOP
 from bough.cli.chat.screen import on_terminal
+from bough.config import EFFORTS
 from bough.errors import UsageError
 
 if TYPE_CHECKING:
@@ -148,9 +149,12 @@ def _think(chat: "Chat", argument: str) -> None:
             return
         case "on" | "off" | "default":
             switch = {"on": True, "off": False, "default": None}[argument]
-            changed = replace(settings, thinking=switch, thinking_budget=None)
+            changed = replace(settings, thinking=switch, thinking_budget=None, effort=None)
+        case effort if effort in EFFORTS:
+            changed = replace(settings, thinking=True, thinking_budget=None, effort=effort)
         case _:
-            changed = replace(settings, thinking=True, thinking_budget=_count("/think", argument, 1, 1 << 30))
+            budget = _count("/think", argument, 1, 1 << 30)
+            changed = replace(settings, thinking=True, thinking_budget=budget, effort=None)
     chat.change(changed)
     chat.screen.note(f"Thinking is {_thinking(chat)}.")
 
@@ -159,6 +163,8 @@ def _thinking(chat: "Chat") -> str:
     switch, budget = chat.settings.thinking, chat.settings.thinking_budget
     if budget is not None:
         return f"on, for {budget:,} tokens at most"
+    if chat.settings.effort is not None:
+        return f"on, with {chat.settings.effort} effort"
     return "as the model has it" if switch is None else "on" if switch else "off"
 
 
@@ -296,7 +302,10 @@ COMMANDS: Mapping[str, Command] = {
     ),
     "set": Command("/set [NAME VALUE|default]", "show or change settings", _set, NAMES),
     "think": Command(
-        "/think [on|off|N]", "reason before answering, for at most N tokens", _think, ("on", "off", "default")
+        "/think [on|off|EFFORT|N]",
+        "reason before answering; with low, medium or high effort; for at most N tokens",
+        _think,
+        ("on", "off", "default", *EFFORTS),
     ),
     "draft": Command(
         "/draft [on|off|N]",

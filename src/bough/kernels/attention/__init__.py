@@ -4,6 +4,7 @@ from torch import Tensor
 
 from bough.kernels.attention import reference
 from bough.kernels.kv_cache.format import HeadPool
+from bough.kernels.runtime.backends import runs
 
 __all__ = ["block_attention", "chunk_attention", "paged_attention"]
 
@@ -27,7 +28,8 @@ def paged_attention(
         from bough.kernels.attention import cuda, triton_kernels
 
         chosen = cuda if cuda.takes(q, keys, values) else triton_kernels
-        if chosen is cuda or (triton_kernels.takes(keys) and triton_kernels.takes(values)):
+        heads = triton_kernels.takes(keys) and triton_kernels.takes(values)
+        if chosen is cuda or (heads and runs("tree attention", "triton", q.device)):
             return chosen.paged_attention(
                 q, keys, values, page_table, lengths, ancestors, first, window=window, gate=gate
             )
@@ -50,7 +52,7 @@ def chunk_attention(
     if q.is_cuda:
         from bough.kernels.attention import prefill
 
-        if prefill.takes(keys):
+        if prefill.takes(keys) and runs("prompt attention", "triton", q.device):
             return prefill.chunk_attention(q, keys, values, page_table, lengths, span=span, gate=gate)
     return reference.paged_attention(q, keys, values, page_table, lengths, None, gate=gate)
 
@@ -70,7 +72,7 @@ def block_attention(
     causal: bool,
 ) -> Tensor:
     """See reference.block_attention."""
-    if q.is_cuda and q.shape[-1] >= MIN_DIM:
+    if q.is_cuda and q.shape[-1] >= MIN_DIM and runs("draft attention", "triton", q.device):
         from bough.kernels.attention import triton_kernels as chosen
     else:
         chosen = reference

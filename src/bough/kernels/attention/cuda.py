@@ -14,7 +14,8 @@ from bough.kernels.kv_cache.format import FORMATS, HeadPool
 from bough.kernels.kv_cache.reference import TQ3_LEVELS
 from bough.kernels.kv_cache.rotation import FIRST_SIGNS, LAST_SIGNS, group_size
 from bough.kernels.kv_cache.triton_kernels import tensors
-from bough.kernels.runtime.device import Card, card_of, usable
+from bough.kernels.runtime.backends import runs
+from bough.kernels.runtime.device import Card, card_of
 from bough.kernels.runtime.driver import Kernel, Module
 from bough.kernels.runtime.nvrtc import compile_cubin
 from bough.kernels.runtime.sources import pdl_source, warp_group_mma
@@ -143,7 +144,7 @@ def takes(q: Tensor, keys: HeadPool, values: HeadPool) -> bool:
         return False
     if keys.format.name not in STORED or values.format.name not in STORED or keys.page % BLOCK:
         return False
-    if not usable(q.device):
+    if not runs("tree attention", "cuda", q.device):
         return False
     return tile_of(card_of(q.device), keys.format.name, values.format.name, 1) is not None
 

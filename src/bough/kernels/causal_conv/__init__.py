@@ -4,13 +4,14 @@ from torch import Tensor
 
 from bough.kernels.causal_conv import reference
 from bough.kernels.causal_conv.reference import chunk_conv, delta_gates, split_heads
+from bough.kernels.runtime.backends import runs
 
 __all__ = ["chunk_conv", "chunk_heads", "conv_index", "delta_gates", "path_heads", "split_heads", "tree_conv"]
 
 
 def conv_index(parents: Tensor, width: int, count: Tensor, path: int, first: Tensor | None = None) -> Tensor:
     """See reference.conv_index."""
-    if not parents.is_cuda:
+    if not runs("tree convolution", "triton", parents.device):
         return reference.conv_index(parents, width, count, path, first)
     from bough.kernels.causal_conv import triton_kernels
 
@@ -24,7 +25,8 @@ def chunk_heads(
     if inputs.is_cuda:
         from bough.kernels.causal_conv import chunk, triton_kernels
 
-        if triton_kernels.takes(weight, alpha, state["key_heads"]):
+        heads = triton_kernels.takes(weight, alpha, state["key_heads"])
+        if heads and runs("prompt convolution", "triton", inputs.device):
             return chunk.chunk_heads(inputs, alpha, beta, weight, decay, bias, **state)
     return reference.chunk_heads(inputs, alpha, beta, weight, decay, bias, **state)
 
@@ -38,7 +40,8 @@ def tree_conv(
 
         if cuda.takes(inputs, weight, alpha, state["window"], state["key_heads"]):
             return cuda.tree_conv(inputs, alpha, beta, weight, decay, bias, **state)
-        if triton_kernels.takes(weight, alpha, state["key_heads"]):
+        heads = triton_kernels.takes(weight, alpha, state["key_heads"])
+        if heads and runs("tree convolution", "triton", inputs.device):
             return triton_kernels.tree_conv(inputs, alpha, beta, weight, decay, bias, **state)
     return reference.tree_conv(inputs, alpha, beta, weight, decay, bias, **state)
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from bough.kernels.causal_conv.reference import L2_EPS
-from bough.kernels.runtime.device import card_of, usable
+from bough.kernels.runtime.backends import runs
+from bough.kernels.runtime.device import card_of
 from bough.kernels.runtime.driver import Kernel, Module
 from bough.kernels.runtime.nvrtc import compile_cubin
 from bough.kernels.runtime.sources import pdl_source
@@ -29,7 +30,7 @@ def takes(inputs: Tensor, weight: Tensor, alpha: Tensor, window: Tensor, key_hea
         and weight.shape[1] == TAPS
         and inputs.shape[-2] <= MAX_ROWS
         and window.dtype in (torch.float16, torch.float32)
-        and usable(inputs.device)
+        and runs("tree convolution", "cuda", inputs.device)
     )
 
 

@@ -6,13 +6,14 @@ from torch import Tensor
 
 from bough.kernels.commit import reference
 from bough.kernels.commit.reference import AcceptedPath
+from bough.kernels.runtime.backends import runs
 
 __all__ = ["AcceptedPath", "commit_path", "move_rows"]
 
 
 def _of(slots: Tensor):
     """Return the implementation for the slots' device."""
-    if not slots.is_cuda:
+    if not runs("commit", "triton", slots.device):
         return reference
     from bough.kernels.commit import triton_kernels
 

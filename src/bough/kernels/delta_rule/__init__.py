@@ -8,6 +8,7 @@ from torch import Tensor
 from bough.kernels.causal_conv import path_heads
 from bough.kernels.delta_rule import reference
 from bough.kernels.delta_rule.reference import chunk_delta
+from bough.kernels.runtime.backends import runs
 from bough.kernels.tree import MAX_ROWS
 
 __all__ = ["chunk_delta", "fold_path", "slot_delta", "tree_delta", "tree_order"]
@@ -15,7 +16,7 @@ __all__ = ["chunk_delta", "fold_path", "slot_delta", "tree_delta", "tree_order"]
 
 def tree_order(ancestors: Tensor, first: Tensor | None = None, most: int = MAX_ROWS) -> Tensor:
     """See reference.tree_order; once for all layers of a step. A sequence has `most` rows at most."""
-    if not ancestors.is_cuda:
+    if not runs("tree delta rule", "triton", ancestors.device):
         return reference.tree_order(ancestors, first)
     from bough.kernels.delta_rule import triton_kernels
 
@@ -34,7 +35,7 @@ def tree_delta(
 
         if cuda.takes(state):
             return cuda.tree_delta(q, k, v, g, beta, state, **rows)
-        if triton_kernels.takes(state):
+        if triton_kernels.takes(state) and runs("tree delta rule", "triton", q.device):
             return triton_kernels.tree_delta(q, k, v, g, beta, state, **rows)
     rows.pop("most", None)
     return reference.tree_delta(q, k, v, g, beta, state, **rows)
@@ -47,7 +48,7 @@ def slot_delta(
     if q.is_cuda:
         from bough.kernels.delta_rule import chunk
 
-        if chunk.takes(state):
+        if chunk.takes(state) and runs("prompt delta rule", "triton", q.device):
             return chunk.slot_delta(q, k, v, g, beta, state, slots=slots)
     return reference.slot_delta(q.float(), k.float(), v, g, beta, state, slots=slots)
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from bough.kernels.delta_rule.reference import saved_states
-from bough.kernels.runtime.device import Card, card_of, usable
+from bough.kernels.runtime.backends import runs
+from bough.kernels.runtime.device import Card, card_of
 from bough.kernels.runtime.driver import Kernel, Module
 from bough.kernels.runtime.nvrtc import compile_cubin
 from bough.kernels.runtime.sources import pdl_source
@@ -52,7 +53,8 @@ def warps_of(card: Card, dim: int, saved: int, *, groups: int, units: int) -> in
 def takes(state: Tensor) -> bool:
     """Return whether the kernel takes such heads on this card; any number of rows."""
     dim = state.shape[-1]
-    return (dim == 16 or (dim % 32 == 0 and dim <= 256)) and usable(state.device)
+    fits = dim == 16 or (dim % 32 == 0 and dim <= 256)
+    return fits and runs("tree delta rule", "cuda", state.device)
 
 
 @cache

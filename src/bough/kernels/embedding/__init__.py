@@ -4,13 +4,14 @@ from torch import Tensor
 
 from bough.gguf.quants import dequantise
 from bough.gguf.types import QuantType
+from bough.kernels.runtime.backends import runs
 
 __all__ = ["embed"]
 
 
 def embed(data: Tensor, type: QuantType, tokens: Tensor) -> Tensor:
     """Return rows `tokens` [...] of data [V, row bytes]: float32 [..., K]."""
-    if data.is_cuda:
+    if runs("embedding", "triton", data.device):
         from bough.kernels.embedding import triton_kernels
 
         if type in triton_kernels.TYPES:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from bough.kernels.experts.stack import ExpertStack, Routing, padded
 from bough.kernels.quant_matmul.layout import Layout
-from bough.kernels.quant_matmul.packed import backend
 from bough.kernels.quant_matmul.rows import PackedRows
+from bough.kernels.runtime.backends import runs
 
 __all__ = ["ExpertStack", "Routing", "combine", "expert_matmul", "padded", "route_rows"]
 
@@ -28,7 +28,7 @@ def route_rows(
 
     packed, logits = triton_kernels.router(x, router, gate)
     tokens = triton_kernels.TOKENS
-    if backend(x.device) == "cuda":
+    if runs("experts", "cuda", x.device):
         from bough.kernels.experts import cuda
         from bough.kernels.runtime.device import card_of
 
@@ -41,7 +41,7 @@ def expert_matmul(x: PackedRows, stack: ExpertStack, routing: Routing) -> Tensor
     assert x.columns == stack.columns and routing.pairs % x.rows == 0, (x.columns, x.rows, routing.pairs)
     # The stack may be in the host's pinned memory, which the kernels read over the bus.
     out = torch.empty(routing.pairs, stack.rows, device=x.data.device)
-    if backend(out.device) == "cuda":
+    if runs("experts", "cuda", out.device):
         from bough.kernels.experts import cuda
 
         cuda.matmul(x, stack, routing, out)

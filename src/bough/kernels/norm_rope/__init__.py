@@ -13,6 +13,7 @@ from bough.kernels.norm_rope import reference
 from bough.kernels.norm_rope.reference import l2_norm, rope, rope_angles
 from bough.kernels.quant_matmul.partial_sums import PartialSums, RowScaled, Unfinished
 from bough.kernels.quant_matmul.rows import PackedRows
+from bough.kernels.runtime.backends import runs
 
 __all__ = [
     "add_rms_norm",
@@ -132,7 +133,8 @@ def cache_heads(
     if k.is_cuda:
         from bough.kernels.kv_cache import triton_kernels
 
-        if triton_kernels.takes(cache["keys"]) and triton_kernels.takes(cache["values"]):
+        heads = triton_kernels.takes(cache["keys"]) and triton_kernels.takes(cache["values"])
+        if heads and runs("KV cache", "triton", k.device):
             return triton_kernels.cache_heads(q, k, v, norms, eps, cos, sin, **cache)
     return reference.cache_heads(q, k, v, norms, eps, cos, sin, **cache)
 
@@ -141,7 +143,7 @@ def ring_heads(
     k: Tensor, v: Tensor, norm: Tensor, eps: float, cos: Tensor, sin: Tensor, **ring_state: Tensor
 ) -> None:
     """See reference.ring_heads."""
-    if k.is_cuda:
+    if runs("draft ring", "triton", k.device):
         from bough.kernels.norm_rope import ring
 
         ring.ring_heads(k, v, norm, eps, cos, sin, **ring_state)

@@ -11,13 +11,15 @@ from bough.kernels.quant_matmul import cuda as matmuls
 from bough.kernels.quant_matmul.partial_sums import PartialSums
 from bough.kernels.quant_matmul.rows import BUCKETS, PackedRows, empty_rows
 from bough.kernels.runtime import sources
-from bough.kernels.runtime.device import card_of, usable
+from bough.kernels.runtime.backends import runs
+from bough.kernels.runtime.device import card_of
 from bough.kernels.runtime.driver import Kernel, Module
+from bough.kernels.runtime.dry_run import cache_tensor
 from bough.kernels.runtime.nvrtc import compile_cubin
 
 NORM, SILU, GATED = range(3)
-# Blocks of a row on Hopper. One SM would take 1.1 us for the exponentials of 17408 columns and as long for
-# their bytes, and 1.4 us to read the eight partial sums of a norm's input.
+# Blocks of a row. One SM would take 1.1 us for the exponentials of 17408 columns and as long for their bytes,
+# and 1.4 us to read the eight partial sums of a norm's input.
 CLUSTERS = {NORM: 8, SILU: 8, GATED: 4}
 # Groups of four columns of a thread, and the most groups of a block for it.
 _ITEMS = ((1, 192), (2, 1152), (4, 2304), (8, 3072), (16, 16384))
@@ -47,10 +49,9 @@ def source() -> str:
     return sources.source("norm_rope", "rows.cu")
 
 
-def shape_of(kind: int, width: int, head: int = 4, *, clusters: bool) -> Shape:
+def shape_of(kind: int, width: int, head: int = 4) -> Shape:
     """Return the shape with the most blocks a row, up to CLUSTERS, that the heads allow."""
-    parts = -(-width // 256) * 64
-    cluster = CLUSTERS[kind] if clusters else 1
+    parts, cluster = -(-width // 256) * 64, CLUSTERS[kind]
     while parts % cluster or parts // cluster % (head // 4):
         cluster //= 2
     return Shape(kind, width, head, cluster)
@@ -63,7 +64,8 @@ def takes(*operands: Tensor | PartialSums | None, head: int = 4) -> bool:
     few = given[0].numel() // width <= BUCKETS[-1]
     if not few or width % 4 or head > 128 or head & (head - 1) or width > 4 * _ITEMS[-1][1]:
         return False
-    return all(x.dtype == torch.float32 and _aligned(_rows(x)) for x in given) and usable(given[0].device)
+    plain = all(x.dtype == torch.float32 and _aligned(_rows(x)) for x in given)
+    return plain and runs("norms", "cuda", given[0].device)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -88,7 +90,7 @@ class Operand(Structure):
         ("at", c_void_p),
         ("stride", c_longlong),
         ("parts", c_void_p),
-        *((name, c_int) for name in ("depth", "share", "extra", "first", "slot")),
+        *((name, c_int) for name in ("depth", "share", "extra", "first", "slot", "block")),
     ]
 
     @classmethod
@@ -98,8 +100,7 @@ class Operand(Structure):
         if isinstance(x, Tensor):
             rows = _rows(x)
             return cls(rows.data_ptr(), rows.stride(0))
-        slot = x.parts[0, 0].numel()
-        numbers = (x.depth, x.share, x.extra, x.first, slot)
+        numbers = (x.depth, x.share, x.extra, x.first, x.parts[0, 0].numel(), x.parts.shape[-1])
         return cls(x.out.data_ptr(), x.out.stride(0), x.parts.data_ptr(), *numbers)
 
 
@@ -113,24 +114,28 @@ def _launch(
     eps: float = 0.0,
 ) -> PackedRows:
     like = x if isinstance(x, Tensor) else x.out
-    grouped = matmuls.grouped(card_of(like.device))
-    packed = empty_rows(like.numel() // shape.width, shape.width, like.device, grouped=grouped)
+    rows = like.numel() // shape.width
+    grouped = matmuls.grouped(card_of(like.device), rows)
+    packed = empty_rows(rows, shape.width, like.device, grouped=grouped)
     pointers = [part if part is not None else c_void_p(None) for part in (weight, total)]
-    rest = (*pointers, packed.data, packed.scale, *map(c_longlong, packed.strides), c_float(eps))
+    board = _board(shape, like.device)
+    rest = (*pointers, packed.data, packed.scale, *map(c_longlong, packed.strides), board, c_float(eps))
     launched = kernel_of(shape, like.device)
     launched((shape.cluster, packed.rows), [Operand.of(x), Operand.of(y), *rest])
     return packed
 
 
-def _clusters(device: torch.device) -> bool:
-    return card_of(device).arch == "sm_90"
+@cache_tensor
+def _board(shape: Shape, device: torch.device) -> Tensor:
+    """Return where the blocks of a row exchange their results on cards without clusters."""
+    return torch.zeros(BUCKETS[-1], shape.cluster, 2, dtype=torch.int64, device=device)
 
 
 def add_rms_norm(
     x: Tensor, add: Tensor | PartialSums | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, PackedRows]:
     """See reference.add_rms_norm."""
-    shape = shape_of(NORM, x.shape[-1], clusters=_clusters(x.device))
+    shape = shape_of(NORM, x.shape[-1])
     if add is None:
         return x, _launch(shape, x, None, weight=weight, eps=eps)
     total = torch.empty(x.shape, dtype=torch.float32, device=x.device)
@@ -140,11 +145,11 @@ def add_rms_norm(
 def silu_mul(gate: Tensor | PartialSums, up: Tensor | PartialSums) -> PackedRows:
     """See reference.silu_mul."""
     like = gate.out if isinstance(gate, PartialSums) else gate
-    return _launch(shape_of(SILU, like.shape[-1], clusters=_clusters(like.device)), gate, up)
+    return _launch(shape_of(SILU, like.shape[-1]), gate, up)
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> PackedRows:
     """See reference.gated_rms_norm."""
     heads = x.flatten(-2)
-    shape = shape_of(GATED, heads.shape[-1], x.shape[-1], clusters=_clusters(x.device))
+    shape = shape_of(GATED, heads.shape[-1], x.shape[-1])
     return _launch(shape, heads, gate, weight=weight, eps=eps)

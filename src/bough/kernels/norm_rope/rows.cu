@@ -4,8 +4,8 @@
 // No headers: NVRTC builds this file with no include path. Macros, given by cuda.py:
 //   KIND     0 norm of x + y, 1 silu(x) * y, 2 norm of the heads of x times silu(y)
 //   WIDTH    columns of a row, a multiple of 4       HEAD     dims of a head, for KIND 2
-//   CLUSTER  blocks of a row (more than one: sm_90)  THREADS  of a block
-//   OVERLAP  1: programmatic dependent launch (PDL), sm_90 and up
+//   CLUSTER  blocks of a row                         THREADS  of a block
+//   OVERLAP  1: programmatic dependent launch (PDL), and blocks of a row are a cluster: sm_90 and up
 //
 // These kernels are bound by latency, so all loads of a thread are in flight at once, values stay in registers, and
 // one reduction gives a row's sum of squares and its largest magnitude: the norm's factor of a whole row goes into
@@ -14,6 +14,7 @@
 // partial sums of a matmul (quant_matmul/partial_sums.py) are reduced here.
 
 typedef unsigned u32;
+typedef unsigned long long u64;
 #define DEVICE __device__ __forceinline__
 #define UNROLL _Pragma("unroll")
 
@@ -47,14 +48,14 @@ DEVICE void store(unsigned short* to, u32 first, u32 second) {
 }
 
 // Rows [.., stride] of floats. With partial sums, `at` holds the columns that one CTA computed alone and `parts`
-// [CTAs][2][slot / 128 rows][128] the others.
+// [CTAs][2][slot / block rows][block] the others.
 struct Operand {
   const float* at;
   long long stride;
   const float* parts;  // null: no partial sums
-  int depth, share, extra, first, slot;
+  int depth, share, extra, first, slot, block;
 };
-// The CTAs with partial sums of the same 128 columns.
+// The CTAs with partial sums of the same block of columns.
 struct Owners {
   int begin, end;
 };
@@ -64,11 +65,11 @@ DEVICE int cta_of(int unit, const Operand& from) {
 }
 DEVICE Owners owners_of(const Operand& from, int k) {
   if (!from.parts) return Owners{0, 0};
-  const int unit = (from.first + k) / 128 * from.depth;
+  const int unit = (from.first + k) / from.block * from.depth;
   return Owners{cta_of(unit, from), cta_of(unit + from.depth - 1, from)};
 }
 DEVICE const float* part(const Operand& from, int row, int k, int cta, int segment) {
-  return from.parts + (long long)(2 * cta + segment) * from.slot + row * 128 + ((from.first + k) & 127);
+  return from.parts + (long long)(2 * cta + segment) * from.slot + row * from.block + ((from.first + k) & (from.block - 1));
 }
 DEVICE float4 plus(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
 // Four columns of a row: the first AHEAD partial sums in flight at once; `sum` adds them and the remaining ones, in order.
@@ -101,7 +102,7 @@ struct Found {
 };
 DEVICE Found joined(Found a, Found b) { return Found{a.sum + b.sum, fmaxf(a.peak, b.peak)}; }
 
-#if CLUSTER > 1
+#if CLUSTER > 1 && OVERLAP
 #define OF_CLUSTER __cluster_dims__(CLUSTER, 1, 1)
 // The exchange between the blocks of a row. Copies that complete on a barrier in shared memory, because a release of the
 // cluster's own barrier would wait for all global writes of the thread.
@@ -111,7 +112,7 @@ struct Exchange {
 };
 DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 // Signals that this block has started.
-DEVICE void enter(Exchange& m) {
+DEVICE u32 enter(Exchange& m, const u64*) {
   if (threadIdx.x == 0) {
     const u32 barrier = shared_address(&m.arrived);
     asm volatile("mbarrier.init.shared.b64 [%0],1;" ::"r"(barrier) : "memory");
@@ -120,9 +121,10 @@ DEVICE void enter(Exchange& m) {
   }
   __syncwarp();
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+  return 0;
 }
 // Sends this block's result to all blocks of the row, and waits for theirs.
-DEVICE void meet(Exchange& m, Found own) {
+DEVICE void meet(Exchange& m, Found own, u64*, u32) {
   asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
   if (threadIdx.x < CLUSTER) {
     u32 to, barrier;
@@ -132,14 +134,47 @@ DEVICE void meet(Exchange& m, Found own) {
   }
   asm volatile("{.reg .pred p; again: mbarrier.try_wait.parity.shared.b64 p,[%0],0; @p bra done; bra again; done: }" ::"r"(shared_address(&m.arrived)) : "memory");
 }
+#elif CLUSTER > 1
+#define OF_CLUSTER
+// The same through L2: a block writes its two numbers, each with the launch's number in the same eight bytes, to `board`
+// [rows][CLUSTER][2], which is zero before the first launch, and waits until those of all blocks have arrived. It never
+// waits for a row that has not begun: blocks start in order, so only the last row begun can be incomplete.
+struct Exchange {
+  Found of_blocks[CLUSTER];
+};
+DEVICE u64 load_word(const u64* p) {
+  u64 word;
+  asm volatile("ld.relaxed.gpu.global.u64 %0,[%1];" : "=l"(word) : "l"(p) : "memory");
+  return word;
+}
+DEVICE void store_word(u64* p, u32 launch, float value) {
+  const u64 word = (u64)launch << 32 | __float_as_uint(value);
+  asm volatile("st.relaxed.gpu.global.u64 [%0],%1;" ::"l"(p), "l"(word) : "memory");
+}
+DEVICE float wait_for(const u64* p, u32 launch) {
+  u64 word = load_word(p);
+  while ((u32)(word >> 32) != launch) word = load_word(p);
+  return __uint_as_float((u32)word);
+}
+// The number of this launch: one more than the last that used the row's part of the board.
+DEVICE u32 enter(Exchange&, const u64* board) {
+  return (u32)(load_word(board + (blockIdx.y * CLUSTER + blockIdx.x) * 2) >> 32) + 1;
+}
+DEVICE void meet(Exchange& m, Found own, u64* board, u32 launch) {
+  u64* row = board + blockIdx.y * CLUSTER * 2;
+  if (threadIdx.x == 0) store_word(row + 2 * blockIdx.x, launch, own.sum), store_word(row + 2 * blockIdx.x + 1, launch, own.peak);
+  if (threadIdx.x < CLUSTER)
+    m.of_blocks[threadIdx.x] = Found{wait_for(row + 2 * threadIdx.x, launch), wait_for(row + 2 * threadIdx.x + 1, launch)};
+  __syncthreads();
+}
 #else
 #define OF_CLUSTER
 struct Exchange {};
-DEVICE void enter(Exchange&) {}
+DEVICE u32 enter(Exchange&, const u64*) { return 0; }
 #endif
 
 // The result of the whole row, in all its threads; in the same order for any number of rows.
-DEVICE Found of_row(Found own, Exchange& exchange) {
+DEVICE Found of_row(Found own, Exchange& exchange, u64* board, u32 launch) {
   __shared__ Found of_warps[WARPS];
   UNROLL for (int mask = 16; mask; mask >>= 1) own = joined(own, Found{across(own.sum, mask), across(own.peak, mask)});
   if ((threadIdx.x & 31) == 0) of_warps[threadIdx.x >> 5] = own;
@@ -147,7 +182,7 @@ DEVICE Found of_row(Found own, Exchange& exchange) {
   Found all = of_warps[0];
   UNROLL for (int warp = 1; warp < WARPS; warp++) all = joined(all, of_warps[warp]);
 #if CLUSTER > 1
-  meet(exchange, all);
+  meet(exchange, all, board, launch);
   all = exchange.of_blocks[0];
   UNROLL for (int block = 1; block < CLUSTER; block++) all = joined(all, exchange.of_blocks[block]);
 #endif
@@ -159,12 +194,12 @@ DEVICE Found of_row(Found own, Exchange& exchange) {
 // columns, see quant_matmul/rows.py.
 extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS, 1)
 rows(const Operand x, const Operand y, const float* __restrict__ weight, float* total, unsigned short* out, float* scale,
-     long long group_stride, long long row_stride, float eps) {
+     long long group_stride, long long row_stride, u64* board, float eps) {
 #if OVERLAP
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
   __shared__ __align__(8) Exchange exchange;
-  enter(exchange);
+  const u32 launch = enter(exchange, board);
   const int first = blockIdx.x * SHARE, row = blockIdx.y;
   auto column = [&](int item) { return 4 * (first + item * THREADS + (int)threadIdx.x); };
   auto inside = [&](int item) { return item * THREADS + (int)threadIdx.x < SHARE && column(item) < WIDTH; };
@@ -207,7 +242,7 @@ rows(const Operand x, const Operand y, const float* __restrict__ weight, float* 
     own.peak = fmaxf(own.peak, largest(v));
     value[i] = v;
   }
-  const Found all = of_row(own, exchange);
+  const Found all = of_row(own, exchange, board, launch);
   const float norm = KIND == 0 ? rsqrtf(all.sum / WIDTH + eps) : 1.f;
   // Exponents of float32; a row of zeroes or subnormals keeps the largest factor, an infinity stays one.
   int exponent = (int)((__float_as_uint(all.peak * norm) >> 23) & 255);

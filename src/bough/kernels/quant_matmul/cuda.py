@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_int, c_longlong
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from bough.kernels.quant_matmul.int8 import Int8Matrix
 from bough.kernels.quant_matmul.layout import COLUMN_BLOCK, ROW_BLOCK, Layout, PackedWeight
 from bough.kernels.quant_matmul.partial_sums import PartialSums
-from bough.kernels.quant_matmul.rows import BUCKETS, PackedRows, empty_rows
+from bough.kernels.quant_matmul.rows import BUCKETS, PackedRows, bucket_of, empty_rows
 from bough.kernels.quant_matmul.tiling import Tiling, built_in_tilings
 from bough.kernels.quant_matmul.tuned import TunedFile
 from bough.kernels.runtime.device import Card, card_of, kind_of
@@ -23,7 +23,7 @@ from bough.kernels.runtime.nvrtc import compile_cubin
 from bough.kernels.runtime.sources import source, warp_group_mma
 
 _SCALES = {"none": 0, "six": 1, "byte": 2, "half": 3, "affine": 4}
-_BLOCK_TILES = ROW_BLOCK // 16
+_EXPANDED_TILES = 8  # of a block that expands or requantises
 _UNWRITTEN = 0xFFFFDEAD - (1 << 32)  # marks a partial sum that has not arrived; a NaN no arithmetic makes
 _RESERVED = 1024  # bytes of shared memory that the driver reserves for each block
 _STATIC = 512  # bytes for barriers and row scales
@@ -34,9 +34,10 @@ _MIN_HALFWAY_STAGES = 3
 _MAX_GROUP = 4  # launches with the same x that may overlap
 # Position of a launch in a group of launches with the same x.
 _ALONE, _FIRST, _FOLLOWING = range(3)
-# Whether Hopper multiplies by warp-group mma, for any number of rows: their bits may be other ones. Off until
-# benchmarks/gpu/warp_group_matmul.py has measured it. To be changed here: other processes read it, too.
-GROUPED = False
+# From this bucket on Hopper multiplies by warp-group mma, with the same bits. Q4_K 34816 x 5120, H200, at 8,
+# 16, 24, 32, 48, 64 rows: single warps 29.3, 32.0, 36.1, 42.1, 53.0, 61.7 us, groups 30.0, 31.2, 33.5, 36.4,
+# 41.5, 47.6.
+GROUPED_FROM = 16
 EIGHT_ROWS = 128 >> 4  # from eight rows of x to the next in shared memory, for warp-group mma, in 16 bytes
 
 
@@ -51,18 +52,43 @@ def resident_blocks(card: Card) -> int:
     return 2 if card.shared_per_processor >= 160 * 1024 else 1
 
 
+def block_tiles(card: Card, layout: Layout) -> int:
+    """Return the tiles of 16 rows of a block: twice as many where an SM has one block, if two stages fit."""
+    alone = resident_blocks(card) == 1 and not card.bulk_copies
+    return 16 if alone and layout.low < 16 else 8
+
+
+def stage_layout(card: Card, layout: Layout, bucket: int) -> Layout:
+    """Return the layout with the columns of a stage: half of a tile's where two stages would not fit.
+
+    Bulk copies are of whole tiles.
+    """
+    whole = _stage_bytes(card, layout, bucket)
+    halved = layout.unit == COLUMN_BLOCK and not card.bulk_copies and 2 * whole > _room(card)
+    return replace(layout, unit=COLUMN_BLOCK // 2) if halved else layout
+
+
+def _room(card: Card) -> int:
+    """Return the bytes of the ring of a block that is alone on its SM."""
+    return card.shared_per_block - _STATIC
+
+
+def _stage_bytes(card: Card, stage: Layout, bucket: int) -> int:
+    return block_tiles(card, stage) * stage.tile_bytes + 2 * stage.unit * bucket
+
+
 def row_tiles(card: Card, tiling: Tiling) -> int:
     """Return the row tiles of a warp. Half as many warps need a second resident block."""
     return 2 if card.bulk_copies and resident_blocks(card) > 1 and tiling.wide else 1
 
 
-def grouped(card: Card) -> bool:
-    """Return whether warp-group mma multiply rows that are packed for them there."""
-    return GROUPED and card.arch == "sm_90"
+def grouped(card: Card, rows: int) -> bool:
+    """Return whether so many rows are packed for warp-group mma there."""
+    return card.arch == "sm_90" and (bucket_of(rows) or 0) >= GROUPED_FROM
 
 
-def stage_bytes(layout: Layout, bucket: int) -> int:
-    return _BLOCK_TILES * layout.tile_bytes + 2 * layout.unit * bucket
+def stage_bytes(card: Card, layout: Layout, bucket: int) -> int:
+    return _stage_bytes(card, stage_layout(card, layout, bucket), bucket)
 
 
 def stages(card: Card, layout: Layout, bucket: int, tiling: Tiling) -> int:
@@ -70,12 +96,12 @@ def stages(card: Card, layout: Layout, bucket: int, tiling: Tiling) -> int:
 
     Whether it is 0 does not depend on the tiling.
     """
-    size = stage_bytes(layout, bucket)
+    size = stage_bytes(card, layout, bucket)
     share = card.shared_per_processor // resident_blocks(card) - _RESERVED
     count = (min(share, card.shared_per_block) - _STATIC) // size
     if count < 2:
-        count = (card.shared_per_block - _STATIC) // size
-    most = tiling.stages + (layout.unit < COLUMN_BLOCK)
+        count = _room(card) // size
+    most = tiling.stages + (stage_layout(card, layout, bucket).unit < COLUMN_BLOCK)
     return min(count, most) if count >= 2 else 0
 
 
@@ -106,7 +132,10 @@ def defines(
 ) -> dict[str, int]:
     """Return the macros of tiles.cu for one variant."""
     depth = stages(card, layout, bucket, tiling)
-    macros = layout_defines(layout) | {
+    stage = stage_layout(card, layout, bucket)
+    macros = layout_defines(stage) | {
+        "HALVES": layout.unit // stage.unit,
+        "BLOCK_TILES": block_tiles(card, layout),
         "TOKENS": bucket,
         "STAGES": depth,
         "BULK": int(card.bulk_copies),
@@ -142,13 +171,11 @@ def rows_source() -> str:
 @dataclass(frozen=True, slots=True)
 class Variant:
     matmul: Kernel
-    expand: Kernel
+    expand: Kernel | None  # None: a variant that reads half tiles
 
 
 @cache
-def variant(
-    layout: Layout, bucket: int, tiling: Tiling, device: torch.device, *, grouped: bool = False
-) -> Variant:
+def variant(layout: Layout, bucket: int, tiling: Tiling, device: torch.device, *, grouped: bool) -> Variant:
     card = card_of(device)
     macros = defines(card, layout, bucket, tiling, grouped=grouped)
     assert macros["STAGES"] >= 2, f"{bucket} rows of {layout} do not fit in {card.shared_per_block} bytes"
@@ -158,12 +185,24 @@ def variant(
     return Variant(
         module.kernel(
             "matmul",
-            threads=32 * _BLOCK_TILES // macros["ROW_TILES"],
-            shared=macros["STAGES"] * stage_bytes(layout, bucket),
+            threads=32 * macros["BLOCK_TILES"] // macros["ROW_TILES"],
+            shared=macros["STAGES"] * stage_bytes(card, layout, bucket),
             overlap=card.pdl,
         ),
-        module.kernel("expand", threads=256),
+        None if macros["HALVES"] > 1 else module.kernel("expand", threads=256),
     )
+
+
+@cache
+def _expand_kernel(layout: Layout, device: torch.device) -> Kernel:
+    """Return the kernel of a variant that is there anyway, else one of its own."""
+    card, tiling = card_of(device), tilings_of(device)[8]
+    expand = variant(layout, 8, tiling, device, grouped=False).expand
+    if expand is not None:
+        return expand
+    macros = defines(card, layout, 8, tiling) | layout_defines(layout) | {"HALVES": 1}
+    build = partial(compile_cubin, matmul_source(), defines=macros, arch=card.target)
+    return Module(build, device).kernel("expand", threads=256)
 
 
 @cache
@@ -189,7 +228,10 @@ def prepare(layouts: Iterable[Layout], tilings: Mapping[int, Tiling], device: to
         if stages(card, layout, bucket, tiling)
     ]
 
-    modules = [variant(*item, device, grouped=grouped(card)).matmul.module for item in wanted]
+    modules = [
+        variant(layout, bucket, tiling, device, grouped=grouped(card, bucket)).matmul.module
+        for layout, bucket, tiling in wanted
+    ]
     modules.append(_pack_rows_kernel(device).module)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(Module.load, modules))
@@ -203,13 +245,14 @@ def _workspace(device: torch.device) -> Tensor:
     A static buffer, because captured graphs point at it: matmuls on one device must run in one stream.
     """
     card = card_of(device)
-    words = resident_blocks(card) * card.processors * ROW_BLOCK * 64
+    words = 2 * card.processors * ROW_BLOCK * 64
     return torch.full((_MAX_GROUP, words), _UNWRITTEN, dtype=torch.int32, device=device)
 
 
 def partition(card: Card, weight: PackedWeight) -> tuple[int, int, int]:
     """Return the blocks of the grid, the units of each, and how many blocks have one unit more."""
-    units = weight.padded_rows // ROW_BLOCK * weight.data.shape[0]
+    blocks = -(-weight.data.shape[1] // block_tiles(card, weight.layout))
+    units = blocks * weight.data.shape[0]
     most = resident_blocks(card) * card.processors
     grid = min(most, max(1, units * weight.layout.unit // _MIN_COLUMNS))
     return grid, units // grid, units % grid
@@ -217,7 +260,7 @@ def partition(card: Card, weight: PackedWeight) -> tuple[int, int, int]:
 
 def pack_rows(x: Tensor) -> PackedRows:
     rows, columns = x.shape
-    packed = empty_rows(rows, columns, x.device, grouped=grouped(card_of(x.device)))
+    packed = empty_rows(rows, columns, x.device, grouped=grouped(card_of(x.device), rows))
     group_stride, row_stride = packed.strides
     arguments = [
         x,
@@ -242,7 +285,8 @@ def partial_matmul(x: PackedRows, weight: PackedWeight) -> PartialSums:
     assert x.bucket is not None
     grid, share, extra = partition(card_of(weight.data.device), weight)
     out = torch.empty(x.rows, weight.rows, device=weight.data.device)
-    parts = torch.empty(grid, 2, x.bucket, ROW_BLOCK, device=weight.data.device)
+    rows = 16 * block_tiles(card_of(weight.data.device), weight.layout)
+    parts = torch.empty(grid, 2, x.bucket, rows, device=weight.data.device)
     _launch(x, weight, out, parts=parts, partial_sums=True)
     return PartialSums(out, parts, weight.data.shape[0], share, extra)
 
@@ -279,9 +323,8 @@ def _launch(
     tiling: Tiling | None = None,
 ) -> None:
     assert x.bucket is not None
-    blocks = weight.padded_rows // ROW_BLOCK
     grid, share, extra = partition(card_of(out.device), weight)
-    sizes = (blocks, weight.data.shape[0], weight.rows, out.stride(0), x.rows)
+    sizes = (weight.data.shape[1], weight.data.shape[0], weight.rows, out.stride(0), x.rows)
     numbers = (*sizes, share, extra, position, int(partial_sums))
     chosen = tiling or tilings_of(out.device)[x.bucket]
     variant(weight.layout, x.bucket, chosen, out.device, grouped=x.grouped).matmul(
@@ -294,9 +337,8 @@ def expand(weight: PackedWeight, first: int, out: Tensor) -> None:
     """Write rows from `first` on as float16 to out [rows, padded columns], times weight.expand_factor."""
     tiles = len(out) // 16
     numbers = (first // 16, tiles, weight.data.shape[1], weight.data.shape[0])
-    tiling, own = tilings_of(out.device)[8], grouped(card_of(out.device))
-    variant(weight.layout, 8, tiling, out.device, grouped=own).expand(
-        (-(-tiles // _BLOCK_TILES), weight.data.shape[0]),
+    _expand_kernel(weight.layout, out.device)(
+        (-(-tiles // _EXPANDED_TILES), weight.data.shape[0]),
         [weight.data, weight.expand_factor, out, *map(c_int, numbers)],
     )
 
@@ -308,6 +350,6 @@ def requantise(weight: PackedWeight, first: int, out: Int8Matrix) -> None:
     tiles, depth = out.rows // 16, weight.data.shape[0]
     numbers = (first // 16, tiles, weight.data.shape[1], depth, out.scales.shape[1], int(out.tiled))
     _requantise_kernel(weight.layout, weight.data.device)(
-        (-(-tiles // _BLOCK_TILES), depth),
+        (-(-tiles // _EXPANDED_TILES), depth),
         [weight.data, weight.row_scale, out.codes, out.scales, *map(c_int, numbers)],
     )

@@ -21,7 +21,7 @@ from bough.kernels.quant_matmul.triton_kernels import (
 )
 from bough.kernels.runtime.device import capability_of
 
-# Whether Hopper multiplies with the CUDA C++ kernel of int8_hopper.cu. Off until benchmarks/gpu/prefill.py
+# Whether Hopper multiplies with the CUDA C++ kernel of int8_hopper.cu. Off until workshop/gpu/prefill.py
 # has measured it.
 HOPPER_KERNEL = False
 _REQUANTISED_ROWS = 64  # of a program

@@ -52,7 +52,7 @@ class Layout:
     @property
     def tile_bytes(self) -> int:
         scales = {
-            "six": 16 * 20,
+            "six": self.unit + 64,
             "byte": self.unit + 32,
             "half": self.unit,
             "affine": 2 * self.unit,

@@ -2,9 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import cache
 from types import ModuleType
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,19 +13,17 @@ from bough.kernels.quant_matmul.int8 import Int8Matrix, empty_int8
 from bough.kernels.quant_matmul.layout import COLUMN_BLOCK, ROW_BLOCK, Layout, PackedWeight, unpack
 from bough.kernels.quant_matmul.partial_sums import PartialSums, RowScaled
 from bough.kernels.quant_matmul.rows import BUCKETS, PackedRows
+from bough.kernels.runtime.backends import Backend, runs
 
 _SLICE = 1 << 26  # weights expanded at a time for many rows: 128 MiB of float16
 _INT8_SLICE = 1 << 27  # the same in int8
 
 
-@cache
-def backend(device: torch.device) -> Literal["cuda", "triton", "torch"]:
+def backend(device: torch.device) -> Backend:
     """Return what computes matmuls there: the CUDA C++ kernels, the Triton ones, or plain torch on a CPU."""
     if device.type == "cpu":
         return "torch"
-    from bough.kernels.runtime.device import usable
-
-    return "cuda" if usable(device) else "triton"
+    return "cuda" if runs("matmul", "cuda", device) else "triton"
 
 
 def _numbered(device: torch.device) -> torch.device:
@@ -139,7 +135,9 @@ def packed_matmuls(
 
 def supports_partial_sums(x: PackedRows, weight: PackedWeight) -> bool:
     """Return whether `partial_matmul` takes them: one launch of the CUDA kernels, columns in fours."""
-    return _fits(x, weight) and weight.rows % 4 == 0 and backend(weight.data.device) == "cuda"
+    device = weight.data.device
+    summed = runs("matmul", "cuda", device) and runs("norms", "cuda", device)
+    return _fits(x, weight) and weight.rows % 4 == 0 and summed
 
 
 def _fits(x: PackedRows, weight: PackedWeight) -> bool:

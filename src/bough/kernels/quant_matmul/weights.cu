@@ -1,5 +1,6 @@
 // How a warp reads its weights from tiles (layout.py describes their order) and multiplies them; concatenated before
 // tiles.cu, which explains the macros, and before experts/experts.cu. BLOCK_TILES: 16-row tiles of a block, 8 unless given.
+// UNIT: columns that a warp reads at a time, all or half of a tile's.
 
 typedef unsigned u32;
 typedef unsigned long long u64;
@@ -18,7 +19,7 @@ constexpr int SUMS = ROW_TILES * TILES;  // fragments of a warp: that of row til
 constexpr int LOW_BYTES = 2 * UNIT * LOW;
 constexpr int HIGH_BYTES = 2 * UNIT * HIGH;
 constexpr int SCALE_AT = LOW_BYTES + HIGH_BYTES;
-constexpr int SCALE_BYTES = SCALES == 1 ? 320 : SCALES == 2 ? UNIT + 32 : SCALES == 3 ? UNIT : SCALES == 4 ? 2 * UNIT : 0;
+constexpr int SCALE_BYTES = SCALES == 1 ? UNIT + 64 : SCALES == 2 ? UNIT + 32 : SCALES == 3 ? UNIT : SCALES == 4 ? 2 * UNIT : 0;
 constexpr int TILE_BYTES = SCALE_AT + SCALE_BYTES;
 constexpr int WEIGHT_BYTES = BLOCK_TILES * TILE_BYTES;
 constexpr int X_BYTES = 2 * UNIT * TOKENS;
@@ -85,6 +86,17 @@ DEVICE void mma(float* c, const u32* a, u32 b0, u32 b1) {
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 DEVICE u32 word(uint4 v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+DEVICE u32 word(uint2 v, int i) { return i == 0 ? v.x : v.y; }
+DEVICE void load_words(uint4& v, u32 a) { v = load128(a); }
+DEVICE void load_words(uint2& v, u32 a) { v = load64(a); }
+template <int BYTES>
+struct Words {
+  typedef uint4 type;
+};
+template <>
+struct Words<8> {
+  typedef uint2 type;
+};
 
 // Constants kept in registers: the compiler would otherwise spend a move on every use.
 struct Constants {
@@ -110,7 +122,7 @@ DEVICE Constants constants(int lane) {
 // A lane's share of a tile except the low bits, for its rows g and g + 8.
 struct Tile {
 #if SCALES == 1
-  uint4 pairs[2];
+  Words<UNIT / 16>::type pairs[2];
   u32 block[2], base[2], base16[2];
 #elif SCALES == 2
   uint2 bytes[2];
@@ -122,19 +134,19 @@ struct Tile {
   uint4 minimum[GROUPS / 4];
 #endif
 #if HIGH
-  uint4 high;
+  Words<HIGH_BYTES / 32>::type high;
 #endif
 };
 DEVICE void load_tile(Tile& t, u32 at, int lane) {
   const int g = lane >> 2;
   const u32 s = at + SCALE_AT;
 #if HIGH
-  t.high = load128(at + LOW_BYTES + lane * 16);
+  load_words(t.high, at + LOW_BYTES + lane * (HIGH_BYTES / 32));
 #endif
 #if SCALES == 1
   UNROLL for (int r = 0; r < 2; r++) {
-    t.pairs[r] = load128(s + (g + 8 * r) * 16);
-    t.block[r] = load32(s + 256 + (g + 8 * r) * 4);
+    load_words(t.pairs[r], s + (g + 8 * r) * (UNIT / 16));
+    t.block[r] = load32(s + UNIT + (g + 8 * r) * 4);
     t.base[r] = mul2(t.block[r], 0x0000e400u);    // (-1024 D, 0)
     t.base16[r] = mul2(t.block[r], 0x0000d400u);  // (-64 D, 0)
   }

@@ -1,7 +1,8 @@
 """Compiles the kernels that a model will launch ahead of use, in threads, while its weights are being read.
 
 NVRTC, LLVM and ptxas run outside Python's global lock. Nothing here can fail a start: what could not be
-compiled ahead is compiled when it is launched, and raises there if it cannot be.
+compiled ahead is named in a warning and compiled when it is launched; the self-check of a first start then
+replaces it.
 """
 
 import hashlib
@@ -11,12 +12,15 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self
 
 import torch
 
+from bough.config import kernel_choice
 from bough.kernels import runtime
+from bough.kernels.runtime.backends import reason_of
 from bough.kernels.runtime.device import kind_of
+from bough.kernels.runtime.driver import driver_version
 from bough.kernels.runtime.dry_run import DryRun
 from bough.kernels.runtime.launchers import load_in_turn, settle_keys
 from bough.kernels.runtime.nvrtc import cache_folder
@@ -32,18 +36,38 @@ def cores() -> int:
     return len(usable(0)) if usable else os.cpu_count() or 1
 
 
+class Checks(Protocol):
+    """The self-check of a model's kernels."""
+
+    def begin(self, path: Path) -> None: ...
+
+    def rehearse(self) -> None: ...
+
+    def decide(self) -> None: ...
+
+
 class CompileAhead:
     """Finds the kernels by a dry run and compiles them; a context, which ends what has not begun."""
 
-    def __init__(self, rehearse: Callable[[], object], device: torch.device, *, facts: str):
+    def __init__(
+        self,
+        rehearse: Callable[[], object],
+        device: torch.device,
+        *,
+        facts: str,
+        check: Checks | None = None,
+    ):
         """`rehearse`: runs on tensors without memory; `facts`: of the model, what decides its kernels."""
-        self._device = device
+        self._device, self._check = device, check
         self._marker = cache_folder() / f"{_digest(facts, device)}.compiled"
+        if check is not None:
+            check.begin(self._marker.with_suffix(".checked"))
         load_in_turn()  # before any other thread launches a kernel
         settle_keys()
         self._pool = ThreadPoolExecutor(cores(), thread_name_prefix="compile")
         self._count = threading.Condition()
         self._done, self._total, self._failed = 0, 0, False
+        self.failures: dict[str, str] = {}  # reasons by kernel
         self._listed = self._marker.is_file()  # an earlier run compiled them all
         if not self._listed:
             self._pool.submit(self._list, rehearse)
@@ -66,6 +90,11 @@ class CompileAhead:
         if shown[1] and not self._failed:
             _touch(self._marker)
 
+    def check(self) -> None:
+        """Run the kernels of a first start against their references, once they are compiled."""
+        if self._check is not None:
+            self._check.decide()
+
     @property
     def _counts(self) -> tuple[int, int]:
         return self._done, self._total
@@ -80,14 +109,16 @@ class CompileAhead:
         try:
             with DryRun(self._device) as found:
                 rehearse()
+                if self._check is not None:
+                    self._check.rehearse()
             for launch in found.launches:
                 launch.touch(self._device)
             # Triton's first: the longest of them takes as long as several of the others.
             work = [(launch.name, lambda each=launch: each.load(self._device)) for launch in found.launches]
-            work += [("a CUDA C++ kernel", module.load) for module in found.modules]
+            work += [(f"the CUDA C++ kernel {module.names}", module.load) for module in found.modules]
         except Exception:
             self._failed = True
-            log.debug("kernels are compiled when they are launched", exc_info=True)
+            log.warning("kernels are compiled when they are launched, which takes longer", exc_info=True)
         with self._count:
             self._listed, self._total = True, len(work)
             self._count.notify_all()
@@ -97,9 +128,12 @@ class CompileAhead:
     def _build(self, name: str, build: Callable[[], object]) -> None:
         try:
             build()
-        except Exception:
+        except Exception as error:
             self._failed = True
-            log.debug("%s could not be compiled ahead", name, exc_info=True)
+            details = log.isEnabledFor(logging.DEBUG)
+            reason = reason_of(error)
+            if self.failures.setdefault(name, reason) is reason:
+                log.warning("%s could not be compiled: %s", name, reason, exc_info=details)
         with self._count:
             self._done += 1
             self._count.notify_all()
@@ -112,7 +146,7 @@ def _digest(facts: str, device: torch.device) -> str:
     folder = Path(runtime.__path__[0]).parent
     files = sorted(path for kind in ("*.py", "*.cu") for path in folder.rglob(kind))
     sources = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    versions = (triton.__version__, torch.__version__, kind_of(device))
+    versions = (triton.__version__, torch.__version__, kind_of(device), driver_version(), kernel_choice())
     return hashlib.sha256(repr((facts, sources, versions)).encode()).hexdigest()
 
 

@@ -5,6 +5,7 @@ and shared memory, and CUDA C++ kernels as PTX of that architecture, which the d
 one. Triton's kernels are compiled for the real card.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from bough.config import pretended_card
 from bough.errors import UsageError
-from bough.kernels.runtime.nvrtc import nvrtc
+from bough.kernels.runtime.nvrtc import architectures, nvrtc
 
 # KiB of shared memory of an SM and of a block, by architecture.
 _SHARED = {
@@ -25,7 +26,11 @@ _SHARED = {
     "sm_89": (100, 99),
     "sm_90": (228, 227),
     "sm_120": (100, 99),
+    "sm_121": (100, 99),
 }
+_NOTHING = "nothing"  # an NVRTC older than the card's generation compiles nothing for it
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +41,8 @@ class Card:
     processors: int  # SMs
     shared_per_processor: int  # bytes of shared memory of an SM
     shared_per_block: int  # bytes of shared memory that one block may have
-    virtual: str = ""  # of a card that acts as another one: the architecture of its PTX
+    # What code is compiled for where that is not the architecture: another one's machine code, or PTX.
+    virtual: str = ""
 
     @property
     def target(self) -> str:
@@ -62,10 +68,11 @@ def on_device(values: Sequence[Any], device: torch.device) -> Tensor:
 
 
 def usable(device: torch.device) -> bool:
-    """Return whether the CUDA C++ kernels run there: an NVIDIA card from Ampere on, with NVRTC installed."""
+    """Return whether the CUDA C++ kernels run there: an NVIDIA card from Ampere on, and an NVRTC for it."""
     if torch.version.cuda is None or nvrtc() is None:
         return False
-    return (capability_of(device) or (0, 0)) >= (8, 0)
+    major, minor = capability_of(device) or (0, 0)
+    return (major, minor) >= (8, 0) and compiled_for(f"sm_{major}{minor}", architectures()) != _NOTHING
 
 
 def pretended(arch: str, real: tuple[int, int], processors: int) -> Card:
@@ -90,12 +97,36 @@ def card_of(device: torch.device) -> Card:
     if arch is not None:
         real = (properties.major, properties.minor)
         return pretended(arch, real, properties.multi_processor_count)
+    arch = f"sm_{properties.major}{properties.minor}"
     return Card(
-        f"sm_{properties.major}{properties.minor}",
+        arch,
         properties.multi_processor_count,
         properties.shared_memory_per_multiprocessor,
         properties.shared_memory_per_block_optin,
+        compiled_for(arch, architectures()),
     )
+
+
+@cache
+def compiled_for(arch: str, known: tuple[str, ...]) -> str:
+    """Return what an NVRTC that knows some architectures compiles for a card of `arch`; "": for itself.
+
+    A card runs machine code of an older architecture of its generation, and PTX of any older one.
+    """
+    if arch in known or not known:
+        return ""
+    wanted = _capability(arch)
+    older = sorted(_capability(name) for name in known if (8, 0) <= _capability(name) < wanted)
+    if not older:
+        names = ", ".join(sorted(known, key=_capability))
+        log.warning("this NVRTC compiles for %s, not for %s: kernels run in Triton", names, arch)
+        return _NOTHING
+    major, minor = older[-1]
+    chosen = f"sm_{major}{minor}" if major == wanted[0] else f"compute_{major}{minor}"
+    log.warning(
+        "this NVRTC does not know %s: kernels are compiled for %s; a newer PyTorch may know it", arch, chosen
+    )
+    return chosen
 
 
 def kind_of(device: torch.device) -> str:

@@ -3,12 +3,14 @@
 import ctypes
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from bough.kernels.runtime import dry_run
+from bough.kernels.runtime import dry_run, launches
 from bough.kernels.runtime.device import card_of
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -66,6 +68,11 @@ class Module:
         self._most_shared[name] = max(shared, self._most_shared.get(name, 0))
         return Kernel(self, name, threads, shared, overlap)
 
+    @property
+    def names(self) -> str:
+        """The functions that have been asked for."""
+        return ", ".join(self._most_shared)
+
     def load(self) -> ctypes.c_void_p:
         """Build and load the code, unless that is done, and return its handle. Thread-safe."""
         with self._lock:
@@ -111,10 +118,9 @@ class Kernel:
             self._loaded = self.module.function(self._name)
             limit = card_of(self._device).shared_per_block
             # A card that acts as a smaller one would launch it.
-            if self.shared_bytes > limit:
-                raise RuntimeError(
-                    f"{self._name} needs {self.shared_bytes} bytes of shared memory, limit {limit}"
-                )
+            if (needed := self.shared_bytes) > limit:
+                self._loaded = None  # the next launch is refused, too
+                raise RuntimeError(f"{self._name} needs {needed} bytes of shared memory, limit {limit}")
         return self._loaded
 
     def __call__(
@@ -125,6 +131,8 @@ class Kernel:
         if (recording := dry_run.current()) is not None:
             recording.modules[self.module] = None
             return
+        if (record := launches.current()) is not None:
+            record.add(self)
         values = [ctypes.c_void_p(a.data_ptr()) if isinstance(a, Tensor) else a for a in arguments]
         pointers = (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in values])
         config = _Config(
@@ -139,31 +147,66 @@ class Kernel:
             _check(_driver().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None))
 
     @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def threads(self) -> int:
+        return self._threads
+
+    @property
     def occupancy(self) -> int:
         """The blocks an SM holds at a time."""
-        count = ctypes.c_int()
-        _check(
-            _driver().cuOccupancyMaxActiveBlocksPerMultiprocessor(
-                ctypes.byref(count), self._function, self._threads, ctypes.c_size_t(self._shared)
-            )
-        )
-        return count.value
+        return self._attributes.blocks
 
     @property
     def shared_bytes(self) -> int:
         """Bytes of shared memory of a block, without the driver's own."""
-        return self._shared + self._attribute_of(_STATIC_SHARED)
+        return self._shared + self._attributes.static
 
     @property
     def registers(self) -> int:
-        return self._attribute_of(_REGISTERS)
+        return self._attributes.registers
 
     @property
     def spilled(self) -> int:
         """Bytes of local memory of a thread."""
-        return self._attribute_of(_LOCAL_BYTES)
+        return self._attributes.spilled
 
-    def _attribute_of(self, number: int) -> int:
+    @property
+    def _attributes(self) -> "Attributes":
+        return attributes_of(self._function, threads=self._threads, shared=self._shared)
+
+
+@dataclass(frozen=True, slots=True)
+class Attributes:
+    """What the driver says of a function and its launch shape."""
+
+    registers: int  # of a thread
+    spilled: int  # bytes of local memory of a thread
+    static: int  # bytes of shared memory of a block that the code declares
+    blocks: int  # that an SM holds at a time
+
+
+def attributes_of(function: ctypes.c_void_p, *, threads: int, shared: int) -> Attributes:
+    """Return the attributes of a loaded function; `shared`: dynamic bytes of a block."""
+    numbers = []
+    for attribute in (_REGISTERS, _LOCAL_BYTES, _STATIC_SHARED):
         value = ctypes.c_int()
-        _check(_driver().cuFuncGetAttribute(ctypes.byref(value), number, self._function))
-        return value.value
+        _check(_driver().cuFuncGetAttribute(ctypes.byref(value), attribute, function))
+        numbers.append(value.value)
+    count, size = ctypes.c_int(), ctypes.c_size_t(shared)
+    occupancy = _driver().cuOccupancyMaxActiveBlocksPerMultiprocessor
+    _check(occupancy(ctypes.byref(count), function, threads, size))
+    return Attributes(*numbers, count.value)
+
+
+def driver_version() -> str:
+    """Return the version of the loaded driver, and of the CUDA that it supports; empty without one."""
+    number = ctypes.c_int()
+    try:
+        _check(_driver().cuDriverGetVersion(ctypes.byref(number)))
+        loaded = Path("/proc/driver/nvidia/version").read_text(errors="replace").split("\n")[0]
+    except (OSError, RuntimeError):
+        loaded = ""
+    return f"{loaded} CUDA {number.value // 1000}.{number.value % 1000 // 10}" if number.value else ""

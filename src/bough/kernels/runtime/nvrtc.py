@@ -57,6 +57,22 @@ def nvrtc() -> ctypes.CDLL | None:
     return None
 
 
+@cache
+def architectures() -> tuple[str, ...]:
+    """Return the architectures that the library compiles for, such as sm_90; none if it does not say."""
+    library, count = nvrtc(), ctypes.c_int()
+    if library is None or library.nvrtcGetNumSupportedArchs(ctypes.byref(count)):
+        return ()
+    numbers = (ctypes.c_int * count.value)()
+    return () if library.nvrtcGetSupportedArchs(numbers) else tuple(f"sm_{number}" for number in numbers)
+
+
+def nvrtc_version() -> str:
+    """Return the version of the library; "none" without one."""
+    library = nvrtc()
+    return "none" if library is None else ".".join(map(str, _version(library)))
+
+
 def _version(library: ctypes.CDLL) -> tuple[int, int]:
     major, minor = ctypes.c_int(), ctypes.c_int()
     library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
@@ -89,8 +105,11 @@ def _read(library: ctypes.CDLL, program: ctypes.c_void_p, what: str) -> bytes:
 
 
 def cache_folder() -> Path:
-    from triton import knobs
-
+    """Return the folder of compiled kernels and of what was found about them: Triton's own, where it is."""
+    try:
+        from triton import knobs
+    except ImportError:
+        return folder_in(Path.home() / ".triton" / "cache")
     return folder_in(Path(knobs.cache.dir))
 
 

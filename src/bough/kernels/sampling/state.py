@@ -13,6 +13,7 @@ from bough.kernels.sampling.penalties import penalised
 from bough.kernels.sampling.reference import gumbel, rank, sample
 
 PENALISED, BIASED, MASKED = 1, 2, 4
+_WARM = 8  # on the host alone: a temperature above 0
 _TEMPERATURE, _TOP_P, _LEAST, _REPETITION, _PRESENCE, _FREQUENCY = range(6)
 _TOP_K, _SEED, _FLAGS = range(3)
 
@@ -41,6 +42,7 @@ class SamplingState:
     counts: Tensor  # [slots, V] float32: occurrences of generated tokens, without rows of the current tree
     bias: Tensor  # [slots, V] float32
     allowed: Tensor  # [rows, V / 32] int32: a grammar's bits for each row of a step, the lowest bit first
+    flags: list[int]  # by slot, on the host
     argmax: list[bool]  # by slot, on the host: whether its request samples the largest logit as it is
 
     @classmethod
@@ -55,6 +57,7 @@ class SamplingState:
             torch.zeros(slots, vocabulary, device=device),
             torch.zeros(slots, vocabulary, device=device),
             torch.full((rows, -(-vocabulary // 32)), -1, dtype=torch.int32, device=device),
+            [0] * slots,
             [True] * slots,
         )
         for slot in range(slots):
@@ -93,11 +96,19 @@ class SamplingState:
         if biased is not None and bias is not None and len(biased):
             flags += BIASED
             self.bias[slot].index_add_(0, biased, bias)
-        self.argmax[slot] = not cool and not flags
+        self.flags[slot] = flags + _WARM * (cool > 0)
+        self.argmax[slot] = not self.flags[slot]
         # The seed's bits in a signed word.
         signed = seed - 2**64 if seed >= 2**63 else seed
         self.numbers[slot].copy_(numbers)
         self.integers[slot].copy_(torch.tensor([top_k, signed, flags]))
+
+    def use_masks(self, slot: int, used: bool) -> None:
+        """Set whether the rows of a running request have masks."""
+        if bool(self.flags[slot] & MASKED) != used:
+            self.flags[slot] ^= MASKED
+            self.argmax[slot] = not self.flags[slot]
+            self.integers[slot, _FLAGS].fill_(self.flags[slot] & ~_WARM)
 
     def settings(self, slot: int) -> dict:
         """Return the parameters on the host, as `sample` takes them."""

@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from bough.kernels.runtime.backends import runs
 from bough.kernels.slot_mapping import reference
 from bough.kernels.slot_mapping.reference import SlotMapping
 
@@ -10,7 +11,7 @@ __all__ = ["SlotMapping", "padded_tree", "ragged_rows", "slot_mapping"]
 
 def _of(x: Tensor):
     """Return the implementation for x's device."""
-    if not x.is_cuda:
+    if not runs("slot mapping", "triton", x.device):
         return reference
     from bough.kernels.slot_mapping import triton_kernels
 

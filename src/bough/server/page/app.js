@@ -17,6 +17,13 @@ const READ_AHEAD = 2000;
 const PAUSE_MS = 600;
 const LARGEST_FILE = 4 << 20;
 
+const WITHOUT_TREES = {
+  lookup: "This model has no draft. Each step proposes what followed the same words before, which helps where an answer repeats its question.",
+  nothing: "Speculation is off: each step gives one token.",
+};
+
+const ABOUT_TREES = $("panel-about").textContent;
+
 let settings = storedSettings.load();
 let modelName = "";
 let maxContext = 0;
@@ -157,11 +164,11 @@ function onKey(event) {
 const narrow = matchMedia("(max-width: 60rem)");
 
 /** Shows the panel beside the chat on wide screens, over it on narrow ones. */
-function showPanel(open) {
+function showPanel(open, { save = true } = {}) {
   document.body.classList.toggle("panel-over", narrow.matches && open);
   document.body.classList.toggle("panel-beside", !narrow.matches && open);
   $("toggle-panel").setAttribute("aria-expanded", String(open));
-  if (!narrow.matches) change({ panel: open });
+  if (!narrow.matches && save) change({ panel: open });
   panel.refresh();
 }
 
@@ -196,6 +203,15 @@ async function checkHealth() {
   healthTimer = setTimeout(checkHealth, document.hidden ? HEALTH_EVERY_MS * 3 : wait);
 }
 
+/** Shows what the server says of the model: its sampling, and what proposes tokens. */
+function describe(props) {
+  showDefaults(props.sampling);
+  const about = WITHOUT_TREES[props.proposes];
+  $("panel-about").textContent = about ?? ABOUT_TREES;
+  $("panel-watch").hidden = $("sketch").hidden = Boolean(about);
+  if (about && !narrow.matches && settings.panel === null) showPanel(false, { save: false });
+}
+
 /** Offers a choice where the server has several models. */
 function showModels(models) {
   const choice = $("model-choice");
@@ -213,7 +229,7 @@ async function fetchModelName() {
     maxContext = chosen?.max_model_len ?? 0;
     showContext(usedContext);
     showModels(models);
-    getJson("props", { key: key.load() }).then((props) => showDefaults(props.sampling), () => {});
+    getJson("props", { key: key.load() }).then(describe, () => {});
     $("about-model").textContent = modelName === BUILT_IN
       ? `${modelName} is the small model that comes with Bough, for trying things out: it writes short code and short answers.`
       : modelName ? `The model is ${modelName}.` : "";
@@ -306,12 +322,12 @@ connectChats({
   onRemove: (chat) => chat.id === conversation.chat.id && conversation.discard(),
 });
 document.addEventListener("keydown", onKey);
-narrow.addEventListener("change", () => showPanel(!narrow.matches && settings.panel));
+narrow.addEventListener("change", () => showPanel(!narrow.matches && (settings.panel ?? true), { save: false }));
 addEventListener("pagehide", () => chats.save(conversation.chat));
 addEventListener("resize", fitPrompt);
 document.addEventListener("visibilitychange", () => document.hidden || checkHealth());
 
-showPanel(!narrow.matches && settings.panel);
+showPanel(!narrow.matches && (settings.panel ?? true), { save: false });
 setPrompt(draft.load());
 follow();
 showState(false, false);

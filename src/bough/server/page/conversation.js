@@ -151,17 +151,20 @@ export class Conversation {
 
   regenerate(view) {
     const index = this.views.indexOf(view);
+    const before = this.chat.messages[index];
     this.stop();
     this.#truncate(index);
-    return this.#answer();
+    return this.#answer(before);
   }
 
-  async #answer() {
+  /** Answers the last message; `before`: the answer that this one replaces, by another seed. */
+  async #answer(before) {
     this.stop();
     const settings = this.getSettings();
-    const seed = settings.seed === "" ? crypto.getRandomValues(new Uint32Array(1))[0] : Number(settings.seed);
+    const fixed = (before?.seed ?? Number(settings.seed) - 1) + 1;
+    const seed = settings.seed === "" ? crypto.getRandomValues(new Uint32Array(1))[0] : fixed % 2 ** 32;
     const body = requestBody(this.chat.messages, settings, { model: this.hooks.onModel(), seed, budget: settings.budget, trees: true });
-    const message = { role: "assistant", content: "", reasoning: "", state: "writing" };
+    const message = { role: "assistant", content: "", reasoning: "", state: "writing", seed };
     this.chat.messages.push(message);
     this.#save();
     const run = { view: this.#show(message), message, trace: new Trace(), body, chat: this.chat, savedAt: 0 };
@@ -175,7 +178,8 @@ export class Conversation {
     try {
       await runTurn(body, { ...this.#turnHooks(abort), onEvent: (event) => this.#handle(run, event) });
       if (message.state === "writing") message.state = "done";
-      this.hooks.onStatus("Done.");
+      const same = message.content && message.content === before?.content;
+      this.hooks.onStatus(same ? "The same text as before: at temperature 0 it always is." : "Done.");
     } catch (error) {
       this.#fail(run, error, abort);
     }

@@ -17,7 +17,7 @@ export const DEFAULTS = Object.freeze({
   thinking: "own",
   model: "",
   compare: false,
-  panel: true,
+  panel: null, // open where trees are drafted, until the user says
 });
 
 function read(key, fallback) {

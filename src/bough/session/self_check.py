@@ -1,0 +1,111 @@
+"""The self-check of a model's kernels at its first start on a card: which kernels those are."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from bough.config import EngineConfig
+from bough.gguf.reader import GGUFFile
+from bough.gguf.types import QuantType
+from bough.kernels.check.cases import Case, cases_of
+from bough.kernels.check.first_start import Verdict, decide
+from bough.kernels.check.shapes import Shapes
+from bough.kernels.quant_matmul import has_layout
+from bough.kernels.runtime import backends
+from bough.memory.estimate import draft_quant
+from bough.memory.planner import MemoryPlan
+from bough.models.dflash import open_draft
+from bough.models.step import SIZES, largest_padded
+
+log = logging.getLogger(__name__)
+
+_NOT_MATMULS = ("token_embd", "conv1d", "ffn_gate_inp", "_norm", "_exps", "selector", "markov")
+_EMBEDDED = (QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K, QuantType.Q8_0)
+
+
+def shapes_of(file: GGUFFile, config: EngineConfig, plan: MemoryPlan) -> Shapes:
+    """Return what decides the kernels of a model that is loaded by a plan."""
+    spec, speculation = plan.estimate.spec, config.speculation
+    matrices = [info for name, info in file.tensors.items() if _multiplied(name, info.shape, spec.tied_head)]
+    types = {info.type if has_layout(info.type) else QuantType.F16 for info in matrices}
+    routed = {info.type for name, info in file.tensors.items() if "_exps" in name and has_layout(info.type)}
+    draft = None
+    if speculation is not None and config.draft is not None:
+        with open_draft(config.draft.path, spec, causal=config.draft.causal) as (found, _):
+            draft = (found.heads, found.kv_heads, found.head_dim)
+        types.add(draft_quant(config.draft, "cuda") or QuantType.F16)
+    delta, experts, embedding = spec.delta, spec.experts, file.require_tensor("token_embd.weight").type
+    return Shapes(
+        name="",
+        width=spec.width,
+        feed_forward=spec.feed_forward or (experts.shared_width if experts else spec.width),
+        heads=(spec.heads, spec.kv_heads, spec.head_dim),
+        rope_dim=spec.rope_dim,
+        delta=(delta.key_heads, delta.value_heads, delta.head_dim, delta.conv_width) if delta else None,
+        experts=(experts.count, experts.used, experts.width) if experts else None,
+        types=tuple(sorted(types)),
+        expert_types=tuple(sorted(routed)),
+        embedding=embedding if embedding in _EMBEDDED and not plan.host_embedding else None,
+        kv=((plan.kv[0].name, plan.kv[1].name),),
+        rows=tuple(size for size in SIZES if size <= largest_padded(config.max_rows)),
+        draft=draft,
+        interleaved=spec.family.rope_interleaved,
+        head_norms=spec.family.query_key_norm,
+        int8=config.prefill == "int8",
+        eps=spec.eps,
+        window=config.window,
+        host_embedding=plan.host_embedding,
+        sequences=plan.sequences,
+    )
+
+
+def _multiplied(name: str, shape: tuple[int, ...], tied: bool) -> bool:
+    embedding = name.startswith("token_embd") and tied
+    return len(shape) == 2 and (embedding or not any(part in name for part in _NOT_MATMULS))
+
+
+class SelfCheck:
+    """Decides the implementations of a model's kernels: by an earlier verdict, or by running them."""
+
+    def __init__(self, shapes: Callable[[], Shapes], device: torch.device):
+        self._shapes, self._device = shapes, device
+        self._verdict: Verdict | None = None
+
+    def begin(self, path: Path) -> None:
+        """Take the verdict of an earlier start, before a kernel is chosen."""
+        self._verdict = Verdict.load(path)
+        self._verdict.apply()
+
+    @property
+    def needed(self) -> bool:
+        return self._verdict is not None and not self._verdict.complete
+
+    @property
+    def cases(self) -> list[Case]:
+        return cases_of(self._shapes(), self._device)
+
+    def rehearse(self) -> None:
+        """Run all cases in a dry run, which finds kernels that the model's rehearsal does not launch."""
+        for case in self.cases if self.needed else ():
+            try:
+                work = case.make()
+                work.run(*work.fresh())
+            except Exception:  # it will show when it is run
+                log.debug("%s cannot be rehearsed", case.name, exc_info=True)
+
+    @torch.inference_mode()
+    def decide(self) -> None:
+        """Run the cases on a first start; nothing on others."""
+        if self._verdict is None:
+            return
+        if self._verdict.complete:
+            backends.settle()
+            return
+        before = backends.replaced()
+        decide(self._verdict, self.cases)
+        torch.cuda.empty_cache()
+        backends.settle()
+        if backends.replaced() == before:
+            log.debug("all kernels of this model are right on this GPU")

@@ -1,0 +1,173 @@
+"""Times the draft call of every kind of draft beside one target: DFlash, DFlash2, DSpark, MTP.
+
+    python -m workshop gpu.draft_kinds --target GGUF --draft GGUF --out FILE
+
+The DFlash draft is the file's; the others have its backbone, and random weights for what they add. The target
+should have random weights, too (`bough grow --random`): in a grown one all added tokens tie, and to rank
+them takes longest. Times are of one whole step of 24 rows, with the step's graphs captured.
+"""
+
+import json
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from bough.bench.step import StepProbe
+from bough.bench.step_profile import by_kernel
+from bough.config import SpecConfig
+from bough.engine.engine import Engine
+from bough.gguf.quantise import quantise
+from bough.gguf.reader import GGUFFile, TensorInfo
+from bough.gguf.types import QuantType
+from bough.models.decoder import Decoder
+from bough.models.dflash import DFlashDraft
+from bough.models.draft_spec import DraftSpec, MarkovSpec, SecondSpec
+from bough.models.measure import measured
+from bough.models.mtp import MTPBlock
+from bough.models.spec import ModelSpec
+from bough.models.weights import TensorSource, WeightLoader
+from bough.spec.dflash import DFlashModel, DraftModel
+from bough.spec.mtp import MTPModel
+from bough.spec.policy import StepCosts
+from bough.spec.speculator import Speculator
+from bough.state.draft_ring import draft_buffers, mtp_buffers
+from bough.train.mtp_model import block_shapes
+from workshop.case import DRAFT, TARGET, case
+from workshop.report import Report
+
+ROWS, CONTEXT = 24, 256
+RANK = 256
+MAX_CTX = 4096
+TRACED, LONGEST = 4, 12  # steps, kernels
+
+
+class WithRandom:
+    """A `TensorSource` with more tensors than its file: random ones of the given shapes."""
+
+    def __init__(self, file: TensorSource, shapes: Mapping[str, tuple[int, ...]]):
+        self._file = file
+        self._own = {name: TensorInfo(name, shape, _type(shape)) for name, shape in shapes.items()}
+        self.tensors = {**file.tensors, **self._own}
+
+    def require_tensor(self, name: str, shape: tuple[int, ...] | None = None) -> TensorInfo:
+        return self._own[name] if name in self._own else self._file.require_tensor(name, shape)
+
+    def raw(self, name: str) -> np.ndarray:
+        if name not in self._own:
+            return self._file.raw(name)
+        info = self._own[name]
+        if "norm" in name:
+            # Norms of small random values would leave all logits alike.
+            return torch.ones(info.shape).view(torch.uint8).numpy()
+        rows = max(1, info.elements // info.shape[-1])
+        # A few different rows suffice.
+        some = quantise(0.02 * torch.randn(min(rows, 64), info.shape[-1]), info.type)
+        every = some.repeat(-(-rows // len(some)), 1)[:rows]
+        return every.reshape(*info.shape[:-1], -1).numpy()
+
+
+def _type(shape: tuple[int, ...]) -> QuantType:
+    return QuantType.Q8_0 if len(shape) == 2 and shape[1] % 32 == 0 else QuantType.F32
+
+
+def second_shapes(spec: DraftSpec, vocabulary: int) -> dict[str, tuple[int, ...]]:
+    second, width = spec.second, spec.width
+    assert second is not None
+    shapes: dict[str, tuple[int, ...]] = {
+        "selector_predecessor.weight": (vocabulary, second.rank),
+        "selector_successor.weight": (vocabulary, second.rank),
+        "selector_hidden.weight": (second.rank, width),
+    }
+    for layer in range(len(spec.layers)):
+        for part in ("attn_conv", "ffn_conv"):
+            shapes[f"blk.{layer}.{part}_base.weight"] = (2, second.kernel, width)
+            rows = 2 * second.kernel * width // second.group
+            shapes[f"blk.{layer}.{part}_proj.weight"] = (rows, width)
+    return shapes
+
+
+def markov_shapes(spec: DraftSpec, vocabulary: int) -> dict[str, tuple[int, ...]]:
+    tables = {f"markov_w{number}.weight": (vocabulary, RANK) for number in (1, 2)}
+    return {**tables, "conf_proj.weight": (spec.width + RANK,), "conf_proj.bias": (1,)}
+
+
+def mtp_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    return {f"blk.{len(spec.layers)}.{name}.weight": shape for name, shape in block_shapes(spec).items()}
+
+
+def loaded(source: TensorSource, device: torch.device, dtype: torch.dtype, make):
+    """Return make(loader) with weights in the layouts of the device."""
+    space = None
+    if device.type == "cuda":
+        space = measured(source, lambda loader: make(loader, torch.device("cpu"))).tile_bytes
+    return make(WeightLoader(source, device=device, dtype=dtype, space=space), device)
+
+
+def proposer(kind: str, target: Decoder, target_path: Path, draft_path: Path) -> DraftModel:
+    spec, device, ring = target.spec, target.device, torch.float16
+    ring = ring if device.type == "cuda" else torch.float32
+    if kind == "mtp":
+        with GGUFFile.open(target_path) as file:
+            source = WithRandom(file, mtp_shapes(spec))
+            block = loaded(source, device, target.dtype, lambda loader, at: MTPBlock(spec, loader, at))
+        return MTPModel(block, target, mtp_buffers(spec, max_ctx=MAX_CTX, device=device, dtype=ring))
+    with GGUFFile.open(draft_path) as file:
+        found = DraftSpec.from_gguf(file).with_heads(file.tensors)
+        extra: dict[str, tuple[int, ...]] = {}
+        if kind == "dflash2":
+            found = replace(found, second=SecondSpec(2, 16, RANK, 16))
+            extra = second_shapes(found, spec.vocab_size)
+        elif kind == "dspark":
+            found = replace(found, markov=MarkovSpec(RANK, True), from_anchor=True)
+            extra = markov_shapes(found, spec.vocab_size)
+        source = WithRandom(file, extra)
+        draft = loaded(
+            source, device, target.dtype, lambda loader, at: DFlashDraft(found, loader, at, spec.vocab_size)
+        )
+    return DFlashModel(draft, target, draft_buffers(found, max_ctx=MAX_CTX, device=device, dtype=ring))
+
+
+def measure(report: Report, kind: str, target: Decoder, files: tuple[Path, Path], repeats: int) -> None:
+    model = proposer(kind, target, *files)
+    sizes = (8, ROWS) if target.device.type == "cuda" else (ROWS,)
+    speculator = Speculator(
+        model, SpecConfig(budget=ROWS - 1, adaptive=False), StepCosts(), device=target.device, sizes=sizes
+    )
+    engine = Engine(target, max_ctx=MAX_CTX, drafter=speculator, max_rows=ROWS)
+    graphs = engine.capture() if target.device.type == "cuda" else False
+    if target.device.type == "cuda":
+        # Without graphs the times are the host's, and say nothing; the log has the reason.
+        report.check(f"{kind}: captured", graphs and engine.runner.captured)
+    probe = StepProbe(engine, CONTEXT, rounds=repeats + 4 + 2 * TRACED)
+    try:
+        found = probe.times(ROWS, repeats)
+        # What a draft call adds to each kernel's time.
+        with_draft, without = (by_kernel(probe.trace(ROWS, TRACED, draft=draft)) for draft in (True, False))
+    finally:
+        probe.close()
+    draft = {key: round(value, 3) for key, value in found.items()}
+    added = {name: (us - without.get(name, 0.0)) / 1000 / TRACED for name, us in with_draft.items()}
+    longest = sorted(added.items(), key=lambda pair: -pair[1])[:LONGEST]
+    report.log(f"{kind}: kernels", ms={name[:60]: round(ms, 3) for name, ms in longest})
+    report.check(f"{kind} proposes", math.isfinite(found["draft_ms"]), graphs=graphs, rows=ROWS, **draft)
+
+
+@case()
+def main(report: Report, *, target: Path = TARGET, draft: Path = DRAFT, repeats: int = 25) -> None:
+    logging.basicConfig(level=logging.DEBUG, format="%(name)s: %(message)s")
+    for name in ("triton", "torch", "urllib3"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    device = torch.device(report.device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    with GGUFFile.open(target) as file:
+        decoder = Decoder.load(file, device=device, dtype=dtype)
+    for kind in ("dflash", "dflash2", "dspark", "mtp"):
+        measure(report, kind, decoder, (target, draft), repeats)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    print("FAIL" if report.failed else "PASS", json.dumps({"rows": ROWS}), flush=True)

@@ -1,0 +1,176 @@
+"""Compares the tree of a draft, of the target's MTP block and of both: recorded steps, replayed.
+
+    python -m workshop mixed_replay FILE --data FOLDER --model TARGET-MTP.gguf --draft PATH
+    python -m workshop mixed_replay FILE
+
+With a model FILE is written: prompts of three suites are decoded greedily on a CPU. At every position all
+drafts are called, and the rows of each one's tree that the text followed are kept. Without a model FILE is
+replayed: with trees of a fixed number of rows from each source, and with the row policy, which chooses rows
+and sources by the costs of a machine. It prints a JSON line for each suite and appends it to
+benchmarks/results/mixed.jsonl.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+
+from bough.bench.suites import load
+from bough.config import DraftConfig, EngineConfig, SpecConfig
+from bough.engine.sequence import Phase, Request
+from bough.kernels.tree.reference import accept_path
+from bough.session.loading import load_session
+from bough.session.requests import Finished, TextRequest
+from bough.session.session import Session
+from bough.spec.dflash import DraftReport
+from bough.spec.policy import Plan, RowPolicy, StepCosts
+from bough.spec.speculator import Speculator
+from bough.spec.tree import Tree
+from workshop.case import RESULTS, case
+from workshop.report import Report
+
+SOURCES = ("draft", "mtp", "both")
+ROUNDS = 4  # each text is replayed so often
+
+Step = list[tuple[list[float], list[int]]]  # for each source: weights of its tree's rows, accepted rows
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Milliseconds of a step by rows, and of a draft call of each source."""
+
+    step: dict[int, float]
+    draft: tuple[float, float, float]
+
+
+# 27B shapes on an H200, with an MTP block that costs four calls of the head and of a block; and the embedded
+# pair on two CPU cores.
+MACHINES = {
+    "H200": Machine({1: 6.41, 8: 6.53, 16: 7.44, 24: 8.56}, (1.25, 2.0, 3.25)),
+    "CPU": Machine(
+        {1: 12.7, 2: 21.6, 4: 24.1, 6: 26.7, 8: 29.2, 12: 34.3, 16: 39.4, 24: 49.5}, (20.3, 25.0, 45.3)
+    ),
+}
+
+
+@torch.inference_mode()
+def record(session: Session, messages: list[Any], tokens: int) -> list[Step]:
+    request = TextRequest(messages=messages, max_tokens=tokens, draft_budget=0)
+    finished = list(session.generate(request))[-1]
+    assert isinstance(finished, Finished)
+    answer, engine = finished.tokens, session.engine
+    assert isinstance(engine.drafter, Speculator)
+    sequence = engine.add(Request(session.encode(request), max_tokens=tokens + 1))
+    while sequence.phase is not Phase.DECODE:
+        engine.step()
+    found = []
+    for index, anchor in enumerate(answer[:-1]):
+        report = engine.drafter.compared(sequence.slot, anchor, len(sequence.tokens) - 1)
+        engine.probe(sequence, Tree.root(anchor), draft=False)
+        following = answer[index + 1 :]
+        found.append([followed(each, following) for each in (*report.alone, report)])
+        engine.drafter.learn_compared(report, following[: len(found[-1][-1][1])])
+    engine.release(sequence)
+    return found
+
+
+def followed(report: DraftReport, following: list[int]) -> tuple[list[float], list[int]]:
+    depths = [0]
+    for parent in report.parents[1:]:
+        depths.append(depths[parent] + 1)
+    text = [*following, *[-1] * (max(depths) + 1)]
+    path = accept_path(report.tokens, report.parents, [text[depth] for depth in depths])
+    return [round(weight, 3) for weight in report.probabilities], path
+
+
+def fixed(texts: list[list[Step]], source: int, rows: int) -> float:
+    """Return tokens a step with trees of a number of rows."""
+    tokens = steps = 0
+    for text in texts:
+        position = 0
+        while position < len(text):
+            accepted = sum(0 < row < rows for row in text[position][source][1])
+            position, steps, tokens = position + 1 + accepted, steps + 1, tokens + 1 + accepted
+    return tokens / steps
+
+
+def chosen(texts: list[list[Step]], sources: list[int], on: Machine) -> tuple[float, list[int]]:
+    """Return tokens a second by the row policy, and the calls of each source."""
+    policy = RowPolicy(StepCosts(), max_rows=24, drafts=len(sources), sizes=tuple(on.step))
+    tokens, spent, calls = 0, 0.0, [0] * len(sources)
+    for text in texts * ROUNDS:
+        policy, position = policy.fork(), 0
+        while position < len(text):
+            plan, trees = policy.plan(), [text[position][source] for source in sources]
+            step_s = next(cost for size, cost in on.step.items() if plan.rows <= size) / 1e3
+            policy.costs.observe_step(plan.rows, step_s)
+            spent, accepted = spent + step_s, 0
+            if plan.draft:
+                draft_s = on.draft[sources[plan.mix]] / 1e3
+                policy.costs.observe_draft(draft_s, plan.mix)
+                spent, accepted = spent + draft_s, learn(policy, plan, trees)
+                calls[plan.mix] += 1
+            position, tokens = position + 1 + accepted, tokens + 1 + accepted
+    return tokens / spent, calls
+
+
+def learn(policy: RowPolicy, plan: Plan, trees: Step) -> int:
+    """Let the policy learn from a draft call, as the speculator does; return the accepted tokens."""
+    weights, path = trees[plan.mix]
+    verified = plan.rows if plan.rows > 1 else len(weights)
+    kept = [row for row in path if row < verified]
+    policy.observe(weights, kept, verified=verified, waited=plan.waited, mix=plan.mix)
+    if plan.compares:
+        policy.mixes.observe([each for _, each in trees])
+        for mix, (own, other) in enumerate(trees[:-1]):
+            policy.observe(own, other, verified=len(own), waited=plan.waited, mix=mix)
+    return len(kept) - 1 if plan.rows > 1 else 0
+
+
+def summary(texts: list[list[Step]]) -> dict[str, Any]:
+    found: dict[str, Any] = {"texts": len(texts), "steps": sum(map(len, texts))}
+    for rows in (8, 16, 23):
+        found[f"acceptance_{rows}_rows"] = {
+            name: round(fixed(texts, source, rows), 3) for source, name in enumerate(SOURCES)
+        }
+    for name, on in MACHINES.items():
+        alone = {SOURCES[source]: round(chosen(texts, [source], on)[0], 2) for source in (0, 1)}
+        speed, calls = chosen(texts, [0, 1, 2], on)
+        best = max(*alone.values(), 1e3 / on.step[1])
+        found[name] = {
+            "tok_s": {**alone, "policy": round(speed, 2)},
+            "calls": dict(zip(SOURCES, calls, strict=True)),
+            "policy_over_best": round(speed / best, 4),
+        }
+    return found
+
+
+@case(out=RESULTS / "mixed.jsonl")
+def main(
+    report: Report,
+    file: Path,
+    *,
+    data: Path | None = None,
+    model: Path | None = None,
+    draft: Path | None = None,
+    suites: str = "humaneval,gsm8k,math500",
+    prompts: int = 6,
+    n_gen: int = 80,
+    note: Annotated[str, "of the drafts, for the results"] = "",
+) -> None:
+    if model is None:
+        for suite, texts in json.loads(file.read_text()).items():
+            head = report.head("date", "commit")
+            report.line(what="mixed replay", **head, note=note, suite=suite, **summary(texts))
+        return
+    assert draft is not None, "to record, --draft is needed"
+    trees = SpecConfig(budget=22, mtp="on")
+    config = EngineConfig("cpu", 1024, speculation=trees, draft=DraftConfig(draft), prefix_cache=0, threads=1)
+    session, recorded = load_session(model, config), {}
+    for suite in suites.split(","):
+        items = load(suite, prompts, data=data, offline=True)
+        recorded[suite] = [record(session, list(prompt.messages), n_gen) for prompt in items]
+        print(suite, [len(text) for text in recorded[suite]], flush=True)
+    file.write_text(json.dumps(recorded, separators=(",", ":")) + "\n")
