@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bough.convert.tiny import make_tiny
+from workshop.tiny import make_tiny
 
 # Two workers share two cores; more threads than that only get in each other's way.
 torch.set_num_threads(1)

@@ -1,6 +1,6 @@
 """Compares two versions of the source on one machine: step times, throughput, and whether text is the same.
 
-    python workshop/compare.py --before FOLDER --after src --data DATA --out compare.jsonl [--device cuda]
+    python -m workshop compare --before FOLDER --after src --data DATA --out compare.jsonl [--device cuda]
         [--target T.gguf --draft D.gguf] [--prompts 10] [--n-gen 256] [--rounds 2] [--label NAME]
         [--budget 23] [--sizes 1 8 24]
 
@@ -10,7 +10,6 @@ Without --target the embedded pair is measured. Greedy and sampled text, plain a
 token for token.
 """
 
-import argparse
 import gzip
 import json
 import os
@@ -18,58 +17,60 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from workshop.case import DRAFT, ROOT, TARGET, case
+from workshop.report import Report
 
 SAMPLED = {"temperature": 0.8, "top_p": 0.95}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--before", type=Path)
-    parser.add_argument("--after", type=Path)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--target", type=Path)
-    parser.add_argument("--draft", type=Path)
-    parser.add_argument("--prompts", type=int, default=10)
-    parser.add_argument("--n-gen", type=int, default=256)
-    parser.add_argument("--repeats", type=int, default=25)
-    parser.add_argument("--budget", type=int, default=23, help="nodes of a tree")
-    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 8, 24], help="rows of the timed steps")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--label", default="")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.worker:
-        print(json.dumps(measure(options)), flush=True)
-        return 0
-    return compare(options)
+@dataclass(frozen=True)
+class Options:
+    data: Path
+    before: Path = ROOT / "src"
+    after: Path = ROOT / "src"
+    target: Path = TARGET
+    draft: Path = DRAFT
+    prompts: int = 10
+    n_gen: int = 256
+    repeats: int = 25
+    budget: Annotated[int, "nodes of a tree"] = 23
+    sizes: Annotated[Sequence[int], "rows of the timed steps"] = (1, 8, 24)
+    rounds: int = 2
+    label: str = ""
 
 
-def compare(options: argparse.Namespace) -> int:
-    arguments = [argument for argument in sys.argv[1:] if argument]
+@case(device="cpu")
+def main(report: Report, options: Options, *, worker: bool = False) -> bool:
+    if worker:
+        print(json.dumps(measure(options, report.device)), flush=True)
+        return False
+    return compare(report, options)
+
+
+def compare(report: Report, options: Options) -> bool:
     runs: dict[str, list[dict[str, Any]]] = {"before": [], "after": []}
     for _ in range(options.rounds):
         for version in ("before", "after", "after", "before"):
-            source = str(getattr(options, version).resolve())
+            source = str((options.before if version == "before" else options.after).resolve())
             begin = time.perf_counter()
             done = subprocess.run(
-                [sys.executable, __file__, *arguments, "--worker"],
-                env={**os.environ, "PYTHONPATH": source},
+                [sys.executable, "-m", "workshop", *sys.argv[1:], "--worker"],
+                env={**os.environ, "PYTHONPATH": f"{source}:{ROOT}"},
+                cwd=ROOT,
                 stdout=subprocess.PIPE,
                 text=True,
                 check=True,
             )
             runs[version].append(json.loads(done.stdout.splitlines()[-1]))
             print(f"{version}: {time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
-    line = {"what": "compare", "label": options.label, "command": " ".join(sys.argv), **summary(runs)}
-    print(json.dumps(line, indent=1))
-    if options.out is not None:
-        with options.out.open("a") as file:
-            print(json.dumps(line), file=file)
-    return 0 if line["texts_differ"] == 0 else 1
+    line = {"what": "compare", "label": options.label, **report.head("command"), **summary(runs)}
+    report.line(**line)
+    return line["texts_differ"] > 0
 
 
 def summary(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
@@ -85,29 +86,19 @@ def summary(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     return {**facts, "texts": len(texts[0]), "tokens": count, "texts_differ": differing, "times": times}
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
+def measure(options: Options, device: str) -> dict[str, Any]:
     import torch
 
-    import bough
+    from bough.bench.step import measure_steps
     from bough.config import DraftConfig, EngineConfig, SpecConfig
     from bough.engine.sampler import SamplingParams
+    from bough.session.loading import load_session
+    from bough.session.requests import TextRequest
 
-    # Also runs on commits before the package was reshaped.
-    try:
-        from bough.bench.step import measure_steps
-        from bough.session.loading import load_session
-        from bough.session.requests import TextRequest
-    except ImportError:
-        from bough.bench_step import measure_steps  # ty: ignore
-        from bough.engine.session import Session, TextRequest  # ty: ignore
-
-        load_session = Session.load
-
-    pair = Path(str(bough.__file__)).parent / "pair"
-    draft = DraftConfig(options.draft or pair / "draft.gguf")
+    draft = DraftConfig(options.draft)
     speculation = SpecConfig(budget=options.budget, adaptive=False)
-    config = EngineConfig(options.device, 4096, speculation=speculation, draft=draft, prefix_cache=0)
-    session = load_session(options.target or pair / "target.gguf", config)
+    config = EngineConfig(device, 4096, speculation=speculation, draft=draft, prefix_cache=0)
+    session = load_session(options.target, config)
     times: dict[str, float] = {}
     texts: list[list[int]] = []
     prompts = read_prompts(options.data, options.prompts)
@@ -147,7 +138,3 @@ def read_prompts(data: Path, count: int) -> list[str]:
     with gzip.open(data / "humaneval" / "test.jsonl.gz", "rt") as file:
         prompts = [json.loads(line)["prompt"] for line in file]
     return prompts[:: max(1, len(prompts) // count)][:count]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,18 +1,16 @@
 """Throughput of grammar-constrained generation (random JSON schemas) against unconstrained generation.
 
-    python -m workshop.constrained [--schemas 60] [--device auto] [--out FILE]
+    python -m workshop constrained [--schemas 60] [--device auto] [--out FILE]
 
 Run from the root of a checkout. For every schema one constrained output, then an unconstrained one for the
 same prompt. Prints one line: tokens per second of both and their ratio (goal: at least 0.7), the ratio of
 step times, and the time to the first token, which includes compiling the schema.
 """
 
-import argparse
 import json
 import random
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -21,12 +19,13 @@ import bough
 from bough.config import DraftConfig, EngineConfig
 from bough.engine.sampler import SamplingParams
 from bough.engine.stats import RequestStats
-from bough.hub.catalog import named
 from bough.memory.device import device_name
 from bough.session.loading import load_session
 from bough.session.requests import Finished, Grammar, Text, TextRequest
 from bough.session.session import Session
 from tests.session.schemas import random_schema
+from workshop.case import DRAFT, TARGET, case
+from workshop.report import Report
 
 QUESTIONS = [
     "Describe a person as JSON.",
@@ -77,24 +76,17 @@ def answer(session: Session, **options: Any) -> tuple[Finished, str, float]:
     return last, text, time.perf_counter() - begun
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--schemas", type=int, default=60)
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    found = named("bough-40m")
-    assert found is not None and found[0].pair is not None
-    pair = found[0].pair
+@case(device="auto")
+def main(report: Report, *, schemas: int = 60) -> None:
     session = load_session(
-        pair.target,
+        TARGET,
         # No prefix cache: both outputs prefill their prompt.
-        EngineConfig(device=options.device, max_ctx=1024, draft=DraftConfig(pair.draft), prefix_cache=0),
+        EngineConfig(device=report.device, max_ctx=1024, draft=DraftConfig(DRAFT), prefix_cache=0),
     )
     choose = random.Random(11)
     held, free = Sum(), Sum()
     measured = valid = tried = 0
-    while measured < options.schemas:
+    while measured < schemas:
         schema = random_schema(choose)
         messages = [{"role": "user", "content": QUESTIONS[tried % len(QUESTIONS)]}]
         sampling = SamplingParams(temperature=choose.choice([0.0, 1.0]), seed=tried)
@@ -129,11 +121,4 @@ def main() -> None:
         "ratio": constrained["tok_s"] / unconstrained["tok_s"],
         "ratio_of_steps": unconstrained["ms_per_step"] / constrained["ms_per_step"],
     }
-    print(json.dumps(result))
-    if options.out:
-        with options.out.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(result) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    report.line(**result)

@@ -1,6 +1,6 @@
 """Peak memory and time of loading a model on a CPU, in this fresh process.
 
-    python workshop/cpu_memory.py [--model M.gguf] [--threads 2] [--max-ctx 2048] [--out FILE]
+    python -m workshop cpu_memory [--model M.gguf] [--threads 2] [--max-ctx 2048] [--out FILE]
 
 Without --model the embedded target is measured. A tiny model is loaded and run first: what the process takes
 then (PyTorch, imports, native code) is the baseline. `over_baseline` is the peak (VmHWM) beyond it after a
@@ -8,9 +8,6 @@ load and a text of 64 tokens; `ratio` is that without the KV cache, as a multipl
 `ratio_without_text` also without the tokenizer and the template.
 """
 
-import argparse
-import json
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -18,46 +15,37 @@ from typing import Any
 
 import torch
 
-import bough
-from bough.bench.machine import head
 from bough.config import EngineConfig
-from bough.convert.tiny import make_tiny
 from bough.engine.engine import Request
 from bough.gguf.reader import GGUFFile
 from bough.session.loading import load_session
 from bough.session.requests import TextRequest
 from bough.session.session import Session
 from bough.text.tokenizer import Tokenizer
+from workshop.case import TARGET, case
+from workshop.report import Report
+from workshop.tiny import make_tiny
 
 PROMPT = "Count the words of this sentence. " * 40
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--model", type=Path)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--max-ctx", type=int, default=2048)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    model = options.model or Path(str(bough.__file__)).parent / "pair" / "target.gguf"
+@case()
+def main(report: Report, *, model: Path = TARGET, threads: int = 2, max_ctx: int = 2048) -> None:
+    torch.set_num_threads(threads)
+    config = EngineConfig(
+        "cpu", max_ctx, speculation=None, cpu_backend="native", threads=threads, prefix_cache=0
+    )
     with tempfile.TemporaryDirectory() as folder:
-        run(load(make_tiny(Path(folder, "tiny.gguf")), options))
-    settings = {name: value for name, value in vars(options).items() if isinstance(value, int | str)}
-    line = {**head(settings, " ".join(sys.argv)), "what": "cpu_memory", **measure(model, options)}
-    print(json.dumps(line, indent=1))
-    if options.out is not None:
-        with options.out.open("a") as file:
-            print(json.dumps(line), file=file)
-    return 0
+        run(load_session(make_tiny(Path(folder, "tiny.gguf")), config))
+    report.line(**report.head(), what="cpu_memory", **measure(model, config))
 
 
-def measure(model: Path, options: argparse.Namespace) -> dict[str, Any]:
+def measure(model: Path, config: EngineConfig) -> dict[str, Any]:
     model.read_bytes()  # from the page cache from now on
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
     baseline = resident("VmRSS")
     start, cpu = time.perf_counter(), time.process_time()
-    session = load(model, options)
+    session = load_session(model, config)
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
     loaded = resident("VmHWM") - baseline
     run(session)
@@ -82,18 +70,6 @@ def measure(model: Path, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def load(model: Path, options: argparse.Namespace) -> Session:
-    config = EngineConfig(
-        device="cpu",
-        max_ctx=options.max_ctx,
-        speculation=None,
-        cpu_backend="native",
-        threads=options.threads,
-        prefix_cache=0,
-    )
-    return load_session(model, config)
-
-
 def run(session: Session) -> None:
     prompt = session.encode(TextRequest(messages=[{"role": "user", "content": PROMPT}]))
     for _ in session.engine.generate(Request(prompt=prompt, max_tokens=64)):
@@ -104,7 +80,3 @@ def resident(field: str) -> float:
     """Return a line of the process's status in MiB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(field))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

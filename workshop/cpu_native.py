@@ -1,6 +1,6 @@
 """Decoding on a CPU: native code, PyTorch and llama.cpp, interleaved in one process.
 
-    python workshop/cpu_native.py --llama FOLDER [--model M.gguf --draft D.gguf|none] [--threads 1,2]
+    python -m workshop cpu_native --llama FOLDER [--model M.gguf --draft D.gguf|none] [--threads 1,2]
         [--backends native,torch] [--suites humaneval,gsm8k] [--prompts 5] [--n-gen 64] [--rounds 3]
         [--prefill 512] [--host] [--busy 2] [--data DATA] [--out FILE]
 
@@ -15,9 +15,7 @@ been chosen. Time with two threads means little on a busy machine: the line has 
 --host: also the part of a step that is not in native code. --busy N: N busy processes beside it.
 """
 
-import argparse
 import contextlib
-import json
 import random
 import resource
 import statistics
@@ -31,16 +29,16 @@ from typing import Any
 
 import torch
 
-import bough
 from bough.bench import suites
-from bough.bench.machine import head
 from bough.config import DraftConfig, EngineConfig, SpecConfig
 from bough.engine.engine import Request, Tokens
 from bough.kernels.native import library
 from bough.session.loading import load_session
 from bough.session.requests import TextRequest
 from bough.session.session import Session
+from workshop.case import DRAFT, ROOT, TARGET, case
 from workshop.llama_library import LlamaCpp
+from workshop.report import Report
 
 # What runs in native code during a step.
 NATIVE = ("tf_step", "tf_draft_block", "tf_draft_append", "tf_matmul", "tf_embed", "tf_argmax", "tf_rank")
@@ -50,7 +48,7 @@ EDITS = (
     "Turn every list that is only iterated over into a tuple.",
     "Add type hints to every function.",
 )
-FILE = Path(__file__).parents[1] / "src/bough/text/stops.py"
+FILE = ROOT / "src/bough/text/stops.py"
 RESAMPLES = 400
 
 
@@ -156,39 +154,32 @@ class Ways:
         return found
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--llama", type=Path)
-    parser.add_argument("--model", type=Path)
-    parser.add_argument("--draft", default="")
-    parser.add_argument("--threads", default="1")
-    parser.add_argument("--backends", default="native,torch")
-    parser.add_argument("--suites", default="")
-    parser.add_argument("--data", type=Path)
-    parser.add_argument("--prompts", type=int, default=3)
-    parser.add_argument("--n-gen", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--prefill", type=int, default=512)
-    parser.add_argument("--host", action="store_true")
-    parser.add_argument("--busy", type=int, default=0)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+@dataclass(frozen=True)
+class Options:
+    llama: Path | None = None
+    model: Path = TARGET
+    draft: str = str(DRAFT)
+    threads: str = "1"
+    backends: str = "native,torch"
+    suites: str = ""
+    data: Path | None = None
+    prompts: int = 3
+    n_gen: int = 64
+    rounds: int = 3
+    prefill: int = 512
+    host: bool = False
+    busy: int = 0
+
+
+@case()
+def main(report: Report, options: Options) -> None:
     names = (options.suites or ("humaneval" if options.data else "builtin")).split(",")
     for threads in map(int, options.threads.split(",")):
         ways = load(options, threads)
         with busy_processes(options.busy):
             for suite in names:
-                line = {**head(vars_of(options), " ".join(sys.argv)), "what": "cpu_native"}
-                line |= {"threads": threads, "suite": suite, **measure(ways, options, suite)}
-                print(json.dumps(line, indent=1), flush=True)
-                if options.out is not None:
-                    with options.out.open("a") as file:
-                        print(json.dumps(line), file=file)
-    return 0
-
-
-def vars_of(options: argparse.Namespace) -> dict[str, Any]:
-    return {name: value for name, value in vars(options).items() if isinstance(value, int | str)}
+                line = report.head() | {"what": "cpu_native", "threads": threads, "suite": suite}
+                report.line(**line, **measure(ways, options, suite))
 
 
 @contextlib.contextmanager
@@ -202,11 +193,9 @@ def busy_processes(count: int) -> Iterator[None]:
             process.wait()
 
 
-def load(options: argparse.Namespace, threads: int) -> Ways:
+def load(options: Options, threads: int) -> Ways:
     torch.set_num_threads(threads)
-    pair = Path(str(bough.__file__)).parent / "pair"
-    model = options.model or pair / "target.gguf"
-    draft = None if options.draft == "none" else Path(options.draft or pair / "draft.gguf")
+    model, draft = options.model, None if options.draft == "none" else Path(options.draft)
     sessions: dict[str, Session] = {}
     for backend in options.backends.split(","):
         for name, speculation in (("plain", None), ("trees", SpecConfig())):
@@ -224,7 +213,7 @@ def load(options: argparse.Namespace, threads: int) -> Ways:
     return Ways(sessions, llama, NativeClock() if options.host else None)
 
 
-def measure(ways: Ways, options: argparse.Namespace, suite: str) -> dict[str, Any]:
+def measure(ways: Ways, options: Options, suite: str) -> dict[str, Any]:
     first = next(iter(ways.sessions.values()))
     prompts = [first.encode(TextRequest(messages=each)) for each in conversations(options, suite)]
     for prompt in prompts[: max(1, len(prompts) // 4)]:
@@ -273,7 +262,7 @@ def ratio(runs: list[dict[str, tuple[Times, list[int]]]], name: str, other: str)
     return found
 
 
-def conversations(options: argparse.Namespace, suite: str) -> list[list[dict[str, Any]]]:
+def conversations(options: Options, suite: str) -> list[list[dict[str, Any]]]:
     if suite == "edit":
         text = FILE.read_text()
         asks = [f"{ask} Give the whole file.\n```python\n{text}```" for ask in EDITS]
@@ -343,7 +332,3 @@ def read_llama(llama: LlamaCpp, prompt: list[int], times: Times) -> None:
         return len(prompt)
 
     times.step(whole)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """Text of native CPU code against the float32 reference: every greedy token, near-ties shown.
 
-    python workshop/cpu_text.py --data DATA [--model M.gguf] [--prompts 50] [--n-gen 128]
+    python -m workshop cpu_text --data DATA [--model M.gguf] [--prompts 50] [--n-gen 128]
         [--activations int16] [--kv-cache f32] [--out FILE]
 
 DATA holds humaneval/test.jsonl.gz and gsm8k/test.jsonl.gz; half of the prompts come from each. Native code
@@ -9,17 +9,13 @@ reference's if its logit is the largest there; the first one of a text that is n
 the line says by how much the reference prefers its own.
 """
 
-import argparse
 import gzip
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import bough
-from bough.bench.machine import head
 from bough.config import EngineConfig
 from bough.engine.engine import Request, Tokens
 from bough.models.step import Step
@@ -27,44 +23,34 @@ from bough.session.loading import load_session
 from bough.session.requests import TextRequest
 from bough.session.session import Session
 from bough.state.sequences import SequenceStates
+from workshop.case import TARGET, case
+from workshop.report import Report
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--model", type=Path)
-    parser.add_argument("--prompts", type=int, default=50)
-    parser.add_argument("--n-gen", type=int, default=128)
-    parser.add_argument("--activations", default="int16")
-    parser.add_argument("--kv-cache", default="f32")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    model = options.model or Path(str(bough.__file__)).parent / "pair" / "target.gguf"
+@case()
+def main(
+    report: Report,
+    *,
+    data: Path,
+    model: Path = TARGET,
+    prompts: int = 50,
+    n_gen: int = 128,
+    activations: str = "int16",
+    kv_cache: str = "f32",
+) -> None:
     common = {"device": "cpu", "max_ctx": 4096, "speculation": None, "prefix_cache": 0}
-    native = load_session(
-        model,
-        EngineConfig(
-            **common,
-            cpu_backend="native",
-            cpu_activations=options.activations,
-            kv_k=options.kv_cache,
-            kv_v=options.kv_cache,
-        ),
-    )
+    formats = {"cpu_activations": activations, "kv_k": kv_cache, "kv_v": kv_cache}
+    native = load_session(model, EngineConfig(**common, **formats, cpu_backend="native"))
     reference = load_session(model, EngineConfig(**common, cpu_backend="torch"))
-    settings = {name: value for name, value in vars(options).items() if isinstance(value, int | str)}
-    line = {**head(settings, " ".join(sys.argv)), "what": "cpu_text", **compare(native, reference, options)}
-    if options.out is not None:
-        with options.out.open("a") as file:
-            print(json.dumps(line), file=file)
-    return 0
+    figures = compare(native, reference, texts(data, prompts), n_gen)
+    report.write(**report.head(), what="cpu_text", **figures)
 
 
-def compare(native: Session, reference: Session, options: argparse.Namespace) -> dict[str, Any]:
+def compare(native: Session, reference: Session, prompts: list[str], n_gen: int) -> dict[str, Any]:
     found, tokens, equal = [], 0, 0
-    for index, text in enumerate(texts(options)):
+    for index, text in enumerate(prompts):
         prompt = native.encode(TextRequest(messages=[{"role": "user", "content": text}]))
-        output = decode(native, prompt, options.n_gen)
+        output = decode(native, prompt, n_gen)
         logits = reference_logits(reference, prompt, output)
         own = logits.gather(1, torch.tensor(output)[:, None])[:, 0]
         margins = (logits.max(-1).values - own).tolist()
@@ -76,23 +62,23 @@ def compare(native: Session, reference: Session, options: argparse.Namespace) ->
             found.append(item | {"margin": margins[at], "first": not place})
             print(json.dumps(found[-1]), flush=True)
     diverging = sum(item["first"] for item in found)
-    print(f"{options.prompts - diverging} of {options.prompts} texts equal, {equal} of {tokens} tokens")
+    print(f"{len(prompts) - diverging} of {len(prompts)} texts equal, {equal} of {tokens} tokens")
     return {
-        "texts": options.prompts,
-        "equal_texts": options.prompts - diverging,
+        "texts": len(prompts),
+        "equal_texts": len(prompts) - diverging,
         "tokens": tokens,
         "equal_tokens": equal,
         "near_ties": found,
     }
 
 
-def texts(options: argparse.Namespace) -> list[str]:
+def texts(data: Path, total: int) -> list[str]:
     prompts = []
     for name, key, count in (
-        ("humaneval", "prompt", options.prompts - options.prompts // 2),
-        ("gsm8k", "question", options.prompts // 2),
+        ("humaneval", "prompt", total - total // 2),
+        ("gsm8k", "question", total // 2),
     ):
-        with gzip.open(options.data / name / "test.jsonl.gz", "rt") as file:
+        with gzip.open(data / name / "test.jsonl.gz", "rt") as file:
             lines = [json.loads(line)[key] for line in file]
         prompts += lines[:: max(1, len(lines) // count)][:count] if count else []
     return prompts
@@ -119,7 +105,3 @@ def reference_logits(session: Session, prompt: list[int], output: list[int]) -> 
     step = Step.chunk(slots, torch.tensor([text]), states.buffers.lengths[slots])
     hidden = target.forward(step, states.buffers).hidden[0]
     return target.logits(hidden[len(prompt) - 1 :])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,13 +1,11 @@
 """What the host does for a sequence in a step of many: microseconds and Python calls.
 
-    PYTHONPATH=src:. python workshop/host_time.py [--sequences 64] [--steps 200]
+    python -m workshop host_time [--sequences 64] [--steps 200]
 
 A tiny random model decodes; then the forward pass and the acceptance of one step are replayed as they are, so
 that nothing is left but the engine's own work. Prints a JSON line: the least and the median of the steps.
 """
 
-import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -17,12 +15,14 @@ from typing import Any
 
 import torch
 
-from bough.convert.tiny import make_tiny
 from bough.engine.engine import Engine, Request
 from bough.engine.sampler import SamplingParams
 from bough.engine.sequence import Phase
 from bough.gguf.reader import GGUFFile
 from bough.models.decoder import Decoder
+from workshop.case import case
+from workshop.report import Report
+from workshop.tiny import make_tiny
 
 
 def replaying_engine(path: Path, sequences: int, steps: int) -> Engine:
@@ -62,24 +62,17 @@ def calls_of_a_step(engine: Engine) -> int:
     return count
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--sequences", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=200)
-    options = parser.parse_args()
+@case()
+def main(report: Report, *, sequences: int = 64, steps: int = 200) -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         make_tiny(Path(folder) / "tiny.gguf", family="qwen35", layers=4)
-        engine = replaying_engine(Path(folder) / "tiny.gguf", options.sequences, options.steps)
+        engine = replaying_engine(Path(folder) / "tiny.gguf", sequences, steps)
     times = []
-    for _ in range(options.steps):
+    for _ in range(steps):
         begin = time.perf_counter()
         engine.step()
-        times.append(1e6 * (time.perf_counter() - begin) / options.sequences)
-    calls = calls_of_a_step(engine) / options.sequences
+        times.append(1e6 * (time.perf_counter() - begin) / sequences)
+    calls = calls_of_a_step(engine) / sequences
     found = {"least_us": round(min(times), 2), "median_us": round(statistics.median(times), 2)}
-    print(json.dumps({"sequences": options.sequences, **found, "calls": round(calls, 1)}))
-
-
-if __name__ == "__main__":
-    main()
+    report.line(sequences=sequences, **found, calls=round(calls, 1))

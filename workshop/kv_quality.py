@@ -1,28 +1,29 @@
 """Quality of KV cache formats and attention windows: the target's next-token distributions on given text.
 
-    python workshop/kv_quality.py [--model FILE] [--tokens 2048] [--device cpu] [TEXT ...]
+    python -m workshop kv_quality [--model FILE] [--tokens 2048] [--device cpu] [TEXT ...]
 
 The text runs through decoding steps of 32 rows after a prompt of 256 tokens, once with an exact KV cache and
 once in each variant; the distributions after every token are compared. Prints a table and appends JSON lines
 to --out.
 """
 
-import argparse
-import json
-from datetime import UTC, datetime
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from bough.bench.machine import head
 from bough.config import EngineConfig, SpecConfig
-from bough.hub.catalog import named
 from bough.models.step import Step
 from bough.session.loading import load_session
 from bough.session.session import Session
+from workshop.case import RESULTS, ROOT, TARGET, case
+from workshop.report import Report
 
-ROOT = Path(__file__).parent.parent
+TEXTS = [ROOT / "src/bough" / name for name in ("engine/engine.py", "cli/view.py")] + [
+    ROOT / "docs/server.md"
+]
 PROMPT, ROWS = 256, 32
 VARIANTS: list[tuple[str, str, int | None]] = [
     ("f16", "f16", None),
@@ -38,30 +39,22 @@ VARIANTS: list[tuple[str, str, int | None]] = [
 ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("texts", nargs="*", type=Path)
-    parser.add_argument("--model", type=Path)
-    parser.add_argument("--tokens", type=int, default=2048, help="of each text")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/kv_quality.jsonl")
-    options = parser.parse_args()
-    card = named("bough-40m")
-    assert card is not None and card[0].pair is not None
-    model = options.model or card[0].pair.target
-    texts = options.texts or [
-        ROOT / "src/bough/engine/engine.py",
-        ROOT / "docs/server.md",
-        ROOT / "src/bough/cli/view.py",
-    ]
+@case(out=RESULTS / "kv_quality.jsonl", device="cpu")
+def main(
+    report: Report,
+    texts: Sequence[Path] = (),
+    *,
+    model: Path = TARGET,
+    tokens: Annotated[int, "of each text"] = 2048,
+) -> None:
     exact: list[Tensor] = []
     trees = SpecConfig(budget=ROWS - 1)  # only to allow that many rows; nothing is drafted
     for keys, values, window in [("auto", "auto", None), *VARIANTS]:
         config = EngineConfig(
-            device=options.device, speculation=trees, kv_k=keys, kv_v=values, window=window, max_ctx=8192
+            device=report.device, speculation=trees, kv_k=keys, kv_v=values, window=window, max_ctx=8192
         )
         session = load_session(model, config, graphs=False)
-        found = [log_probabilities(session, text.read_text(), options.tokens) for text in texts]
+        found = [log_probabilities(session, text.read_text(), tokens) for text in texts or TEXTS]
         if not exact:
             exact = found
             print(f"{model.name}, {sum(map(len, exact))} tokens")
@@ -72,9 +65,7 @@ def main() -> None:
         numbers = f"{figures['kl']:9.2e} {figures['kl_99']:9.2e} {figures['same_top']:10.2%}"
         print(f"{variant:24} {numbers}", flush=True)
         line = {"model": model.stem, "kv_k": keys, "kv_v": values, "window": window, **figures}
-        facts = {"commit": head({}, "")["commit"], "date": datetime.now(UTC).isoformat(timespec="seconds")}
-        with options.out.open("a") as file:
-            file.write(json.dumps(line | facts) + "\n")
+        report.write(**line, **report.head("commit", "date"))
 
 
 @torch.inference_mode()
@@ -109,7 +100,3 @@ def compare(exact: Tensor, other: Tensor) -> dict[str, float]:
         "kl_99": float(divergence.quantile(0.99)),
         "same_top": float((exact.argmax(-1) == other.argmax(-1)).float().mean()),
     }
-
-
-if __name__ == "__main__":
-    main()

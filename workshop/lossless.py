@@ -1,32 +1,28 @@
 """Compares the text of every proposer, alone and together, with plain decoding: token for token, on a CPU.
 
-    PYTHONPATH=src:. python workshop/lossless.py [--tokens 512] [--pair TARGET-MTP.gguf DRAFT]
+    python -m workshop lossless [--tokens 512] [--pair TARGET-MTP.gguf DRAFT]
 
 A tiny random target with an MTP block, and random drafts of every kind; five ways to sample. With --pair also
 a trained target with an MTP block and its draft, of whose trees much is accepted. Prints a JSON line for each
 proposer and appends it to benchmarks/results/lossless.jsonl; fails if one token differs.
 """
 
-import argparse
-import json
-import shlex
-import sys
+import itertools
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from bough.bench import machine
 from bough.config import DraftConfig, EngineConfig, SpecConfig
-from bough.convert.tiny import make_tiny
 from bough.engine.engine import Engine, Request
 from bough.session.loading import load_session
 from tests.engine.driving import run
 from tests.engine.test_lossless import SAMPLINGS
 from tests.every_draft import PROPOSERS, EveryDraft
+from workshop.case import RESULTS, case
+from workshop.report import Report
+from workshop.tiny import make_tiny
 
-RESULTS = Path(__file__).parents[1] / "benchmarks/results/lossless.jsonl"
 PROMPT = [72, 101, 108, 108, 111, 32, 119, 111] * 6
 Texts = dict[str, list[int]]
 
@@ -56,7 +52,7 @@ def tiny(tokens: int, budget: int, only: Sequence[str]) -> Iterator[dict[str, An
             yield {"target": "tiny random qwen35", **facts, **compared(plain, texts)}
 
 
-def pair(target: Path, draft: Path, tokens: int, budget: int) -> Iterator[dict[str, Any]]:
+def of_pair(target: Path, draft: Path, tokens: int, budget: int) -> Iterator[dict[str, Any]]:
     def engine(speculation: SpecConfig | None, own: DraftConfig | None = None) -> Engine:
         config = EngineConfig("cpu", 2048, speculation=speculation, draft=own, prefix_cache=0)
         return load_session(target, config).engine
@@ -73,36 +69,20 @@ def pair(target: Path, draft: Path, tokens: int, budget: int) -> Iterator[dict[s
         yield {"target": target.name, **facts, **compared(plain, texts)}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=512, help="of each text")
-    parser.add_argument("--budget", type=int, default=22)
-    parser.add_argument(
-        "--only", nargs="*", choices=PROPOSERS, default=PROPOSERS, help="proposers of the tiny target"
-    )
-    parser.add_argument("--pair", type=Path, nargs=2, metavar=("TARGET", "DRAFT"))
-    options = parser.parse_args()
-    made = machine.head({}, shlex.join(["python", *sys.argv]))
-    head = {
-        "what": "lossless",
-        "device": "cpu",
-        **{name: made[name] for name in ("date", "commit", "command")},
-    }
-    lines, begin, failed = tiny(options.tokens, options.budget, list(options.only)), time.perf_counter(), 0
-    total = 0
-    with RESULTS.open("a") as log:
-        for source in (
-            lines,
-            *([pair(*options.pair, options.tokens, options.budget)] if options.pair else []),
-        ):
-            for line in source:
-                failed, total = failed + len(line["differing"]), total + line["tokens"]
-                text = json.dumps(head | line | {"seconds": round(time.perf_counter() - begin, 1)})
-                print(text, flush=True)
-                print(text, file=log, flush=True)
+@case(out=RESULTS / "lossless.jsonl")
+def main(
+    report: Report,
+    *,
+    tokens: Annotated[int, "of each text"] = 512,
+    budget: int = 22,
+    only: Annotated[Sequence[str], "proposers of the tiny target"] = tuple(PROPOSERS),
+    pair: Annotated[Sequence[Path], "a target with an MTP block, and its draft"] = (),
+) -> None:
+    head = {"what": "lossless", "device": "cpu", **report.head("date", "commit", "command")}
+    failed = total = 0
+    trained = of_pair(*pair, tokens, budget) if pair else ()
+    for line in itertools.chain(tiny(tokens, budget, only), trained):
+        failed, total = failed + len(line["differing"]), total + line["tokens"]
+        report.line(**head, **line, seconds=round(report.spent, 1))
+    report.failed = failed > 0
     print("FAIL" if failed else "PASS", f"{total} tokens, {failed} texts differ", flush=True)
-    return int(failed > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,14 +1,12 @@
 """Generates docs/benchmarks.md and its plots from the last run of every benchmarks/results/bench-*.jsonl.
 
-python workshop/make_page.py
+python -m workshop make_page
 """
-
-from pathlib import Path
 
 from bough.bench import plots, report
 from bough.bench.runner import ResultFile
+from workshop.case import RESULTS, ROOT, case
 
-ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "benchmarks.md"
 PICTURES = ROOT / "docs" / "images" / "bench"
 HEAD = """\
@@ -44,10 +42,11 @@ NOTES = {
 }
 
 
+@case()
 def main() -> None:
     """Write the page and its plots."""
     sections = []
-    for path in sorted((ROOT / "benchmarks" / "results").glob("bench-*.jsonl")):
+    for path in sorted(RESULTS.glob("bench-*.jsonl")):
         runs = ResultFile(path).runs()
         if not runs:
             continue
@@ -56,7 +55,3 @@ def main() -> None:
         pictures = {name: str(file.relative_to(PAGE.parent)) for name, file in written.items()}
         sections.append(report.markdown(head, lines, pictures, notes=NOTES.get(path.stem, "")))
     PAGE.write_text(HEAD + report.DEFINITIONS + "\n" + "\n".join(sections), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

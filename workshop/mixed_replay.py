@@ -1,25 +1,22 @@
 """Compares the tree of a draft, of the target's MTP block and of both: recorded steps, replayed.
 
-    python workshop/mixed_replay.py record --data FOLDER --model TARGET-MTP.gguf --draft PATH --out FILE
-    python workshop/mixed_replay.py replay FILE
+    python -m workshop mixed_replay FILE --data FOLDER --model TARGET-MTP.gguf --draft PATH
+    python -m workshop mixed_replay FILE
 
-`record` decodes prompts of three suites greedily on a CPU. At every position all drafts are called, and the
-rows of each one's tree that the text followed are kept. `replay` steps through the texts: with trees of a
-fixed number of rows from each source, and with the row policy, which chooses rows and sources by the costs of
-a machine. It prints a JSON line for each suite and appends it to benchmarks/results/mixed.jsonl.
+With a model FILE is written: prompts of three suites are decoded greedily on a CPU. At every position all
+drafts are called, and the rows of each one's tree that the text followed are kept. Without a model FILE is
+replayed: with trees of a fixed number of rows from each source, and with the row policy, which chooses rows
+and sources by the costs of a machine. It prints a JSON line for each suite and appends it to
+benchmarks/results/mixed.jsonl.
 """
 
-import argparse
 import json
-import shlex
-import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
-from bough.bench import machine
 from bough.bench.suites import load
 from bough.config import DraftConfig, EngineConfig, SpecConfig
 from bough.engine.sequence import Phase, Request
@@ -31,9 +28,10 @@ from bough.spec.dflash import DraftReport
 from bough.spec.policy import Plan, RowPolicy, StepCosts
 from bough.spec.speculator import Speculator
 from bough.spec.tree import Tree
+from workshop.case import RESULTS, case
+from workshop.report import Report
 
 SOURCES = ("draft", "mtp", "both")
-RESULTS = Path(__file__).parents[1] / "benchmarks/results/mixed.jsonl"
 ROUNDS = 4  # each text is replayed so often
 
 Step = list[tuple[list[float], list[int]]]  # for each source: weights of its tree's rows, accepted rows
@@ -149,50 +147,30 @@ def summary(texts: list[list[Step]]) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    recording = commands.add_parser("record")
-    recording.add_argument("--data", type=Path, required=True)
-    recording.add_argument("--model", type=Path, required=True)
-    recording.add_argument("--draft", type=Path, required=True)
-    recording.add_argument("--suites", default="humaneval,gsm8k,math500")
-    recording.add_argument("--prompts", type=int, default=6)
-    recording.add_argument("--n-gen", type=int, default=80)
-    recording.add_argument("--out", type=Path, required=True)
-    replaying = commands.add_parser("replay")
-    replaying.add_argument("file", type=Path)
-    replaying.add_argument("--note", default="", help="of the drafts, for the results")
-    options = parser.parse_args()
-    if options.command == "record":
-        write(options)
+@case(out=RESULTS / "mixed.jsonl")
+def main(
+    report: Report,
+    file: Path,
+    *,
+    data: Path | None = None,
+    model: Path | None = None,
+    draft: Path | None = None,
+    suites: str = "humaneval,gsm8k,math500",
+    prompts: int = 6,
+    n_gen: int = 80,
+    note: Annotated[str, "of the drafts, for the results"] = "",
+) -> None:
+    if model is None:
+        for suite, texts in json.loads(file.read_text()).items():
+            head = report.head("date", "commit")
+            report.line(what="mixed replay", **head, note=note, suite=suite, **summary(texts))
         return
-    made = machine.head({}, shlex.join(["python", *sys.argv]))
-    head = {name: made[name] for name in ("date", "commit")} | {"note": options.note}
-    with RESULTS.open("a") as log:
-        for suite, texts in json.loads(options.file.read_text()).items():
-            line = json.dumps({"what": "mixed replay", **head, "suite": suite, **summary(texts)})
-            print(line, flush=True)
-            log.write(line + "\n")
-
-
-def write(options: argparse.Namespace) -> None:
-    config = EngineConfig(
-        "cpu",
-        1024,
-        speculation=SpecConfig(budget=22, mtp="on"),
-        draft=DraftConfig(options.draft),
-        prefix_cache=0,
-        threads=1,
-    )
-    session = load_session(options.model, config)
-    found = {}
-    for suite in options.suites.split(","):
-        prompts = load(suite, options.prompts, data=options.data, offline=True)
-        found[suite] = [record(session, list(prompt.messages), options.n_gen) for prompt in prompts]
-        print(suite, [len(text) for text in found[suite]], flush=True)
-    options.out.write_text(json.dumps(found, separators=(",", ":")) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    assert draft is not None, "to record, --draft is needed"
+    trees = SpecConfig(budget=22, mtp="on")
+    config = EngineConfig("cpu", 1024, speculation=trees, draft=DraftConfig(draft), prefix_cache=0, threads=1)
+    session, recorded = load_session(model, config), {}
+    for suite in suites.split(","):
+        items = load(suite, prompts, data=data, offline=True)
+        recorded[suite] = [record(session, list(prompt.messages), n_gen) for prompt in items]
+        print(suite, [len(text) for text in recorded[suite]], flush=True)
+    file.write_text(json.dumps(recorded, separators=(",", ":")) + "\n")

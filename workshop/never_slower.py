@@ -1,20 +1,26 @@
 """Short answers in fresh processes, with the draft and without: is speculation ever slower?
 
-    python workshop/never_slower.py [--model M.gguf] [--draft D] [--rounds 3] [--prompts 40] [--out FILE]
+    python -m workshop never_slower [--model M.gguf] [--draft D] [--rounds 3] [--prompts 40] [--threads N]
+        [--cpu-time] [--out FILE]
 
 Each prompt is answered by `bough run --greedy` in a process of its own, with speculation and with --no-draft
 in turns; the best of the rounds counts, as other programs only make a run slower. Costs of steps are those
 that earlier processes left, as for a user: one answer that is not counted comes first. Texts must be equal.
+
+`--cpu-time` counts seconds of the CPU instead of the clock's, for a machine that is not idle: those of the
+engine's thread, with one thread, from the first token to the last.
 """
 
-import argparse
 import json
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
+import time
+from typing import Annotated, Any
 
-from bough.bench.machine import head
+from bough.cli.main import main as run_bough
+from bough.engine.stats import RequestStats
+from workshop.case import case, environment
+from workshop.report import Report
 
 # Code, sums, prose and small talk; the limits give answers of 10 to 200 tokens.
 PROMPTS = (
@@ -61,11 +67,35 @@ PROMPTS = (
 )
 
 
+class ThreadTimes:
+    """CPU seconds of this thread at the first token of an answer and at the last."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self._arrived = RequestStats.token_arrived
+        RequestStats.token_arrived = lambda stats: self.note(stats)
+
+    def note(self, stats: RequestStats) -> None:
+        self._arrived(stats)
+        self.seconds.append(time.thread_time())
+
+
+def answer_here(arguments: list[str]) -> None:
+    """Run `bough` in this process; its CPU seconds of decoding follow its output."""
+    sys.argv, times = ["bough", *arguments], ThreadTimes()
+    try:
+        run_bough()
+    finally:
+        print(json.dumps(times.seconds[-1] - times.seconds[0]))
+
+
 def answer(prompt: str, limit: int, flags: list[str]) -> dict[str, Any]:
+    """Return what `bough run --json` prints, with the CPU seconds from the first token to the last."""
+    here = "import sys; from workshop.never_slower import answer_here; answer_here(sys.argv[1:])"
     command = [
         sys.executable,
-        "-m",
-        "bough",
+        "-c",
+        here,
         "run",
         "-p",
         prompt,
@@ -75,27 +105,35 @@ def answer(prompt: str, limit: int, flags: list[str]) -> dict[str, Any]:
         "--json",
         *flags,
     ]
-    run = subprocess.run(command, capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL)
-    return json.loads(run.stdout)
+    run = subprocess.run(
+        command, capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL, env=environment()
+    )
+    *reply, seconds = run.stdout.splitlines()
+    return json.loads("\n".join(reply)) | {"cpu_s": json.loads(seconds)}
 
 
-def measure(prompt: str, limit: int, model: list[str], draft: list[str], rounds: int) -> dict[str, Any]:
+def speed(reply: dict[str, Any], *, cpu_time: bool) -> float:
+    """Return tokens a second after the first one."""
+    stats = reply["stats"]
+    return (stats["generated_tokens"] - 1) / reply["cpu_s"] if cpu_time else stats["decode_tok_s"]
+
+
+def measure(
+    prompt: str, limit: int, ways: dict[str, list[str]], rounds: int, **clock: bool
+) -> dict[str, Any]:
     """Return the best speeds of a prompt with speculation and plain."""
-    ways = {"trees": model + draft, "plain": [*model, "--no-draft"]}
     answers = {way: [] for way in ways}
     for _ in range(rounds):
         for way, options in ways.items():
             answers[way].append(answer(prompt, limit, options))
     texts = {tuple(reply["tokens"]) for replies in answers.values() for reply in replies}
-    best = {
-        way: max(replies, key=lambda reply: reply["stats"]["decode_tok_s"])["stats"]
-        for way, replies in answers.items()
-    }
-    trees, plain = best["trees"]["decode_tok_s"], best["plain"]["decode_tok_s"]
+    best = {way: max(replies, key=lambda reply: speed(reply, **clock)) for way, replies in answers.items()}
+    trees, plain = (speed(best[way], **clock) for way in ("trees", "plain"))
+    stats = best["trees"]["stats"]
     return {
         "prompt": prompt,
-        "tokens": best["trees"]["generated_tokens"],
-        "tokens_a_step": round(best["trees"]["acceptance_length"], 2),
+        "tokens": stats["generated_tokens"],
+        "tokens_a_step": round(stats["acceptance_length"], 2),
         "trees_tok_s": round(trees, 1),
         "plain_tok_s": round(plain, 1),
         "ratio": round(trees / plain, 3),
@@ -103,35 +141,28 @@ def measure(prompt: str, limit: int, model: list[str], draft: list[str], rounds:
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--model", help="the embedded pair unless told")
-    parser.add_argument("--draft")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--prompts", type=int, default=len(PROMPTS))
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    model = [options.model] if options.model else []
-    draft = ["--draft", options.draft] if options.draft else []
-    answer(PROMPTS[0][0], 64, model + draft)
+@case()
+def main(
+    report: Report,
+    *,
+    model: Annotated[str, "the embedded pair unless told"] = "",
+    draft: str = "",
+    rounds: int = 3,
+    prompts: int = len(PROMPTS),
+    threads: int | None = None,
+    cpu_time: bool = False,
+) -> bool:
+    threads = 1 if cpu_time else threads
+    common = [*([model] if model else []), *(["--threads", f"{threads}"] if threads else [])]
+    ways = {"trees": common + (["--draft", draft] if draft else []), "plain": [*common, "--no-draft"]}
+    answer(PROMPTS[0][0], 64, ways["trees"])
     rows = []
-    for prompt, limit in PROMPTS[:: max(1, len(PROMPTS) // options.prompts)]:
-        row = measure(prompt, limit, model, draft, options.rounds)
+    for prompt, limit in PROMPTS[:: max(1, len(PROMPTS) // prompts)]:
+        row = measure(prompt, limit, ways, rounds, cpu_time=cpu_time)
         rows.append(row)
         print(*(f"{value}" for value in row.values()), sep="\t", flush=True)
+        report.write(**report.head(), what="never_slower", **row)
     slow = [row for row in rows if row["ratio"] < 0.97]
     same = all(row["same_text"] for row in rows)
     print(f"{len(rows)} prompts, {len(slow)} below 0.97 of plain, texts {'equal' if same else 'DIFFER'}")
-    if options.out:
-        settings = {name: value for name, value in vars(options).items() if isinstance(value, int | str)}
-        with options.out.open("a") as file:
-            for row in rows:
-                print(
-                    json.dumps({**head(settings, " ".join(sys.argv)), "what": "never_slower", **row}),
-                    file=file,
-                )
-    return int(bool(slow) or not same)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return bool(slow) or not same

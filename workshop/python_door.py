@@ -1,16 +1,18 @@
 """The same prompt from Python and from the command line: same text, same speed?
 
-python -m workshop.python_door --repeats 5
+python -m workshop python_door --repeats 5
 
 Each run is a process of its own, the order alternates. Prints one JSON line with the medians.
 """
 
-import argparse
 import json
 import statistics
 import subprocess
 import sys
 import time
+
+from workshop.case import case
+from workshop.report import Report
 
 PROMPT = "Write a bubble sort in Python."
 TOKENS = 128
@@ -36,10 +38,8 @@ def run(arguments: list[str]) -> dict[str, float | str]:
     return {"text": found["text"], "tok_s": speed, "wall_s": wall}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=5)
-    repeats = parser.parse_args().repeats
+@case()
+def main(report: Report, *, repeats: int = 5) -> None:
     ways = {"python": ["-c", LINES], "command line": COMMAND}
     for arguments in ways.values():
         run(arguments)
@@ -54,8 +54,4 @@ def main() -> None:
         }
         for name, runs in found.items()
     }
-    print(json.dumps({"repeats": repeats, "one text": len(texts) == 1, **medians}))
-
-
-if __name__ == "__main__":
-    main()
+    report.line(**{"repeats": repeats, "one text": len(texts) == 1}, **medians)

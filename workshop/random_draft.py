@@ -1,19 +1,16 @@
 """The overhead of a useless draft: the pair's target with a shuffled draft against plain decoding.
 
-    python workshop/random_draft.py [--rounds 5] [--n-gen 200] [--target T.gguf --draft RANDOM.gguf]
+    python -m workshop random_draft [--rounds 5] [--n-gen 200] [--target T.gguf --draft RANDOM.gguf]
 
 Rounds of plain and speculative decoding alternate in one process, greedy, on the same prompts. Prints one
 line with the median ratio of their throughputs and appends it to benchmarks/results/random_draft.jsonl.
 """
 
-import argparse
-import json
 import platform
 import statistics
-import subprocess
 import tempfile
-from datetime import UTC, datetime
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -21,9 +18,10 @@ import torch
 from bough.config import DraftConfig, EngineConfig, SpecConfig
 from bough.engine.engine import Done, Engine, Request, Tokens
 from bough.gguf import GGUFFile, GGUFWriter, ValueType
-from bough.hub.catalog import named
 from bough.session.loading import load_session
 from bough.session.requests import TextRequest
+from workshop.case import DRAFT, RESULTS, TARGET, case
+from workshop.report import Report
 
 PROMPTS = [
     "def fibonacci(n):",
@@ -62,41 +60,36 @@ def speed(engine: Engine, prompt: list[int], count: int) -> tuple[float, float, 
     raise AssertionError("no end")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--n-gen", type=int, default=200)
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--target", type=Path, help="another target; needs an untrained --draft")
-    parser.add_argument("--draft", type=Path)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/random_draft.jsonl"))
-    options = parser.parse_args()
-    found = named("bough-40m")
-    assert found is not None and found[0].pair is not None
-    pair = found[0].pair
-    target, draft = options.target or pair.target, options.draft
+@case(out=RESULTS / "random_draft.jsonl", device="auto")
+def main(
+    report: Report,
+    *,
+    rounds: int = 5,
+    n_gen: int = 200,
+    target: Annotated[Path, "another needs an untrained --draft"] = TARGET,
+    draft: Path | None = None,
+) -> None:
     with tempfile.TemporaryDirectory() as folder:
         if draft is None:
             draft = Path(folder) / "draft.gguf"
-            shuffled(pair.draft, draft)
+            shuffled(DRAFT, draft)
         # Without prompt lookup, whose gain would hide the draft's cost.
         tree = EngineConfig(
-            options.device, 1024, speculation=SpecConfig(lookup=False), draft=DraftConfig(draft)
+            report.device, 1024, speculation=SpecConfig(lookup=False), draft=DraftConfig(draft)
         )
         controlled = load_session(target, tree)
-        plain = load_session(target, EngineConfig(options.device, 1024, speculation=None))
+        plain = load_session(target, EngineConfig(report.device, 1024, speculation=None))
     ratios, accepted, speeds, same = [], [], [], 0
-    for number in range(options.rounds):
+    for number in range(rounds):
         for prompt in PROMPTS:
             ids = plain.encode(TextRequest(messages=[{"role": "user", "content": prompt}]))
-            with_draft, length, text = speed(controlled.engine, ids, options.n_gen)
-            without, _, wanted = speed(plain.engine, ids, options.n_gen)
+            with_draft, length, text = speed(controlled.engine, ids, n_gen)
+            without, _, wanted = speed(plain.engine, ids, n_gen)
             if number:  # the first round warms up
                 ratios.append(with_draft / without)
                 accepted.append(length)
                 speeds.append(without)
                 same += text == wanted
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout
     line = {
         "ratio": round(statistics.median(ratios), 4),
         "ratios": [round(ratio, 3) for ratio in ratios],
@@ -108,13 +101,6 @@ def main() -> None:
         if plain.engine.target.device.type == "cuda"
         else platform.machine(),
         "torch": torch.__version__,
-        "commit": commit.strip(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        **report.head("commit", "date"),
     }
-    print(json.dumps(line))
-    with options.out.open("a") as results:
-        results.write(json.dumps(line) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    report.line(**line)

@@ -1,26 +1,25 @@
 """Records what a draft call would give at every position of some texts, for tests/spec/test_policy_replay.py.
 
-    python workshop/record_outcomes.py --out tests/spec/recorded_outcomes.json
+    python -m workshop record_outcomes --out tests/spec/recorded_outcomes.json
 
 The embedded pair, greedy, on a CPU. A text's record holds, for each position, the path probabilities of the
 draft tree's rows in order of worth, and the rows that the text then followed.
 """
 
-import argparse
 import json
-from pathlib import Path
 
 import torch
 
 from bough.config import DraftConfig, EngineConfig, SpecConfig
 from bough.engine.sequence import Phase, Request
-from bough.hub.catalog import named
 from bough.kernels.tree.reference import accept_path
 from bough.session.loading import load_session
 from bough.session.requests import Finished, TextRequest
 from bough.session.session import Session
 from bough.spec.speculator import Speculator
 from bough.spec.tree import Tree
+from workshop.case import DRAFT, TARGET, case
+from workshop.report import Report
 
 PROMPTS = (
     "def fibonacci(n):",
@@ -57,19 +56,11 @@ def record(session: Session, prompt: str) -> list[list[list[float]]]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args()
-    card = named("bough-40m")
-    assert card is not None and card[0].pair is not None
-    pair = card[0].pair
+@case()
+def main(report: Report) -> None:
     speculation = SpecConfig(budget=ROWS - 1, lookup=False, adaptive=False)
-    config = EngineConfig("cpu", 1024, speculation=speculation, draft=DraftConfig(pair.draft), prefix_cache=0)
-    session = load_session(pair.target, config)
+    config = EngineConfig("cpu", 1024, speculation=speculation, draft=DraftConfig(DRAFT), prefix_cache=0)
+    session = load_session(TARGET, config)
     texts = [record(session, prompt) for prompt in PROMPTS]
-    options.out.write_text(json.dumps(texts, separators=(",", ":")) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    assert report.out is not None, "--out is needed"
+    report.out.write_text(json.dumps(texts, separators=(",", ":")) + "\n")

@@ -1,6 +1,6 @@
 """Replicas on Ray: throughput against one, overhead against the plain server, cancellation, a killed replica.
 
-    python -m workshop.scale_out --out FILE [--clients 8] [--seconds 10] [--only overhead] -- ARGUMENTS
+    python -m workshop scale_out --out FILE [--clients 8] [--seconds 10] [--only overhead] -- ARGUMENTS
 
 Starts `bough serve` with the arguments after `--`, plain and with replicas, each on its own port.
 throughput: clients that ask one short prompt after the other, on two replicas, on one, on two, on one.
@@ -9,74 +9,43 @@ faults: seconds until a cancelled request is gone from its replica, 200 clients 
 replica under load. One JSON line for each. Replicas have one CPU thread each, and so has the plain server.
 """
 
-import argparse
 import asyncio
 import contextlib
-import datetime
 import json
 import os
 import platform
 import signal
-import socket
 import statistics
 import subprocess
-import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
 
 import httpx2
 import ray
 import torch
 
+from workshop.case import case
+from workshop.report import Report
 from workshop.server_load import Stream, ask
+from workshop.serving import Served, serving
 
 TOKENS = 96
 PROMPT = "Write a Python function that returns the {} of a list of numbers, number {}."
 WORDS = ("sum", "mean", "median", "maximum", "minimum", "range", "product", "mode", "length", "reverse")
-START_S = 240
 ENDLESS = {"ignore_eos": True, "bough": {"budget": 0}, "max_tokens": 1500, "temperature": 0}
 
 
-@contextlib.contextmanager
-def serving(arguments: list[str], replicas: int) -> Iterator[str]:
+def replicated(arguments: Sequence[str], replicas: int) -> contextlib.AbstractContextManager[Served]:
     """Run a server; replicas: 0 is the plain one."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    number = ["--replicas", str(replicas)] if replicas else []
-    command = [
-        sys.executable,
-        "-m",
-        "bough",
-        "serve",
-        "--port",
-        str(port),
-        "--threads",
-        "1",
-        *number,
-        *arguments,
-    ]
-    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        end = time.monotonic() + START_S
-        while not _ready(url, replicas):
-            if child.poll() is not None or time.monotonic() > end:
-                raise SystemExit(f"the server did not start: {' '.join(command)}")
-            time.sleep(0.2)
-        yield url
-    finally:
-        child.send_signal(signal.SIGTERM)
-        child.wait(60)
-
-
-def _ready(url: str, replicas: int) -> bool:
-    with contextlib.suppress(httpx2.TransportError):
-        state = httpx2.get(f"{url}/health", timeout=10)
-        return state.status_code == 200 and len(state.json().get("replicas", ())) == replicas
-    return False
+    number = ["--replicas", replicas] if replicas else []
+    return serving(
+        *("--threads", 1, *number, *arguments),
+        ready=lambda health: len(health.get("replicas", ())) == replicas,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
 
 
 async def throughput(url: str, clients: int, seconds: float) -> float:
@@ -228,58 +197,47 @@ async def killed(url: str, clients: int) -> dict[str, Any]:
     return {"clients": clients, "ends": dict(ends), "new_replica_s": round(replaced, 1)}
 
 
-def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    if options.only in (None, "throughput"):
+def measure(
+    serve: Sequence[str], only: str | None, clients: int, seconds: float, rounds: int
+) -> Iterator[dict[str, Any]]:
+    if only in (None, "throughput"):
         rates: dict[int, list[float]] = {1: [], 2: []}
         for replicas in (2, 1, 2, 1):
-            with serving(options.serve, replicas) as url:
-                rates[replicas].append(asyncio.run(throughput(url, options.clients, options.seconds)))
-        best = {replicas: max(found) for replicas, found in rates.items()}
+            with replicated(serve, replicas) as server:
+                rates[replicas].append(asyncio.run(throughput(server.url, clients, seconds)))
+        best = {replicas: max(values) for replicas, values in rates.items()}
         yield {
             "what": "throughput",
-            "clients": options.clients,
-            "tok_s": {str(replicas): [round(each, 1) for each in found] for replicas, found in rates.items()},
+            "clients": clients,
+            "tok_s": {str(count): [round(rate, 1) for rate in values] for count, values in rates.items()},
             "ratio": round(best[2] / best[1], 2),
         }
-    if options.only in (None, "overhead"):
-        with serving(options.serve, 0) as plain, serving(options.serve, 1) as replicated:
-            yield {"what": "overhead"} | overhead(plain, replicated, options.rounds)
-    if options.only in (None, "faults"):
-        with serving(options.serve, 2) as url:
-            yield {"what": "cancellation"} | asyncio.run(cancellation(url, 10))
-            yield {"what": "vanishing clients"} | asyncio.run(vanishing(url, 200))
-            yield {"what": "kill -9"} | asyncio.run(killed(url, 12))
+    if only in (None, "overhead"):
+        with replicated(serve, 0) as plain, replicated(serve, 1) as one:
+            yield {"what": "overhead"} | overhead(plain.url, one.url, rounds)
+    if only in (None, "faults"):
+        with replicated(serve, 2) as server:
+            yield {"what": "cancellation"} | asyncio.run(cancellation(server.url, 10))
+            yield {"what": "vanishing clients"} | asyncio.run(vanishing(server.url, 200))
+            yield {"what": "kill -9"} | asyncio.run(killed(server.url, 12))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--clients", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=10)
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--only", choices=("throughput", "overhead", "faults"))
-    parser.add_argument("--note", default="", help="what else the machine did")
-    parser.add_argument("serve", nargs="*", help="arguments of bough serve, after --")
-    options = parser.parse_args()
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-    ).stdout.strip()
-    about = {
-        "date": datetime.date.today().isoformat(),
+@case()
+def main(
+    report: Report,
+    serve: Annotated[Sequence[str], "arguments of bough serve, after --"],
+    *,
+    clients: int = 8,
+    seconds: Annotated[float, "of a window"] = 10,
+    rounds: int = 12,
+    only: Literal["throughput", "overhead", "faults"] | None = None,
+    note: Annotated[str, "what else the machine did"] = "",
+) -> None:
+    about = report.head("date", "commit", "command") | {
         "cpu": f"{platform.machine()}, {os.cpu_count()} cores",
         "torch": torch.__version__,
         "ray": ray.__version__,
-        "commit": commit,
-        "command": " ".join(["python -m workshop.scale_out", *sys.argv[1:]]),
-        "note": options.note,
+        "note": note,
     }
-    for line in measure(options):
-        with options.out.open("a", encoding="utf-8") as out:
-            out.write(json.dumps(about | line) + "\n")
-        print(json.dumps(line), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    for line in measure(serve, only, clients, seconds, rounds):
+        report.line(**about, **line)

@@ -1,21 +1,20 @@
 """Sends six bodies that take long to refuse and prints the worst latency of /health meanwhile.
 
-    python -m workshop.server_freeze
+    python -m workshop server_freeze
 
 One server with the embedded pair, one request at a time, 127.0.0.1 only.
 """
 
-import argparse
 import json
-import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import httpx2
+
+from workshop.case import case
+from workshop.report import Report
+from workshop.serving import serving
 
 LIMIT_S = 0.5
 
@@ -82,38 +81,12 @@ def measure(url: str, path: str, body: bytes) -> tuple[int, float, float]:
     return answer.status_code, took, probe.worst_s
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--scale", type=float, default=1.0)
-    scale = parser.parse_args().scale
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    program = Path(sys.executable).with_name("bough")
-    url = f"http://127.0.0.1:{port}"
-    server = subprocess.Popen([program, "serve", "--port", str(port)])
+@case()
+def main(report: Report, *, scale: float = 1.0) -> None:
     worst = 0.0
-    try:
-        wait(url)
-        for name, (path, made) in bodies(scale).items():
-            status, took, latency = measure(url, path, made())
+    with serving() as server:
+        for name, (path, body) in bodies(scale).items():
+            status, took, latency = measure(server.url, path, body())
             worst = max(worst, latency)
             print(f"{name:36} {status}  answered in {took:5.2f} s, worst /health {latency:.3f} s", flush=True)
-    finally:
-        server.terminate()
-        server.wait(60)
-    print(json.dumps({"worst_health_s": round(worst, 3), "limit_s": LIMIT_S}))
-
-
-def wait(url: str) -> None:
-    for _ in range(1200):
-        try:
-            if httpx2.get(f"{url}/health").status_code == 200:
-                return
-        except httpx2.TransportError:
-            pass
-        time.sleep(0.1)
-    raise SystemExit("the server is not ready after 120 s")
-
-
-if __name__ == "__main__":
-    main()
+    report.line(worst_health_s=round(worst, 3), limit_s=LIMIT_S)

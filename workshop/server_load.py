@@ -1,6 +1,6 @@
 """Several users at once before the real server: tokens a second in all, first tokens, gaps, ends of streams.
 
-    python -m workshop.server_load --data DIR --out FILE [--users 1 2 4 8 16] [--seconds 8] -- ARGUMENTS
+    python -m workshop server_load --data DIR --out FILE [--users 1 2 4 8 16] [--seconds 8] -- ARGUMENTS
 
 Starts `bough serve` with the arguments after `--`, in the environment of this program. Every user asks
 one prompt after the other, code and maths in turns (or `--suites mtbench`), and reads the stream; what is
@@ -9,28 +9,42 @@ tokens arrives. `--least N` leaves out prompts with short answers, which measure
 much as decoding. One JSON line for each number of users.
 """
 
-import argparse
 import asyncio
 import itertools
 import json
-import socket
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import httpx2
 
 from bough.bench.suites import load
+from workshop.case import case
+from workshop.report import Report
+from workshop.serving import serving
 
 START_S = 1.5  # before a window: every user has a text
 SHORT = "Write a function that returns the {} of a list of numbers."
 WORDS = ("sum", "mean", "median", "maximum", "minimum", "range", "product", "mode", "length", "reverse")
 TIMEOUT_S = 300
+
+
+@dataclass(frozen=True)
+class Options:
+    data: Annotated[Path, "folder of the suites"]
+    suites: Sequence[str] = ("humaneval", "gsm8k", "mbpp", "math500")
+    users: Sequence[int] = (1, 2, 4, 8, 16)
+    seconds: Annotated[float, "seconds that are counted"] = 8.0
+    idle: Annotated[float, "seconds before; a GPU's steps are captured then"] = 0.0
+    max_tokens: int = 256
+    least: Annotated[int, "only prompts whose answers have so many tokens"] = 0
+    short: Annotated[bool, "first tokens of short prompts, too"] = False
+    chat: Annotated[Sequence[int], "users with mtbench, too"] = ()
+    long: Annotated[int, "tokens of a long prompt"] = 0
+    label: str = ""
 
 
 @dataclass(slots=True)
@@ -187,7 +201,7 @@ async def with_long_answers(
     return [text for text, count in zip(texts, found, strict=True) if count >= least]
 
 
-async def measure(url: str, options: argparse.Namespace, facts: dict[str, Any]) -> None:
+async def measure(report: Report, url: str, options: Options, facts: dict[str, Any]) -> None:
     texts = prompts_of(options.data, options.suites)
     limits = httpx2.Limits(max_connections=256)
     async with httpx2.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=limits) as client:
@@ -199,17 +213,17 @@ async def measure(url: str, options: argparse.Namespace, facts: dict[str, Any]) 
                 raise SystemExit(f"no answer has {options.least} tokens")
         prompts = itertools.cycle(texts)
         if options.short:
-            write(options.out, facts | {"what": "short prompts", **await short_prompts(client, 24)})
+            report.line(**facts | {"what": "short prompts", **await short_prompts(client, 24)})
         for users in options.users:
             # Whatever is captured or compiled for this number of users happens now.
             await window(client, prompts, users, 1.0, options.max_tokens)
             found = await window(client, prompts, users, options.seconds, options.max_tokens)
-            write(options.out, facts | {"what": "users", **found})
+            report.line(**facts | {"what": "users", **found})
         for users in options.chat:
             talk = itertools.cycle(prompts_of(options.data, ["mtbench"]))
             await window(client, talk, users, 1.0, options.max_tokens)
             found = await window(client, talk, users, options.seconds, options.max_tokens)
-            write(options.out, facts | {"what": "chatting users", **found, "suites": ["mtbench"]})
+            report.line(**facts | {"what": "chatting users", **found, "suites": ["mtbench"]})
         if options.long:
             filler = " ".join(texts)
             text = (filler * (4 * options.long // len(filler) + 1))[
@@ -218,63 +232,14 @@ async def measure(url: str, options: argparse.Namespace, facts: dict[str, Any]) 
             found = await beside_a_long_prompt(
                 client, prompts, f"{text}\nIn one word: what?", options.max_tokens
             )
-            write(options.out, facts | {"what": "beside a long prompt", **found})
+            report.line(**facts | {"what": "beside a long prompt", **found})
 
 
-def write(path: Path, line: dict[str, Any]) -> None:
-    print(json.dumps(line), flush=True)
-    with path.open("a") as file:
-        print(json.dumps(line), file=file)
-
-
-def wait(server: subprocess.Popen[bytes], url: str) -> float:
-    begin = time.perf_counter()
-    while time.perf_counter() - begin < TIMEOUT_S and server.poll() is None:
-        try:
-            if httpx2.get(f"{url}/health").status_code == 200:
-                return time.perf_counter() - begin
-        except httpx2.TransportError:
-            pass
-        time.sleep(0.1)
-    raise SystemExit("the server is not ready")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder of the suites")
-    parser.add_argument("--suites", nargs="+", default=["humaneval", "gsm8k", "mbpp", "math500"])
-    parser.add_argument("--users", type=int, nargs="*", default=[1, 2, 4, 8, 16])
-    parser.add_argument("--seconds", type=float, default=8.0)
-    parser.add_argument(
-        "--idle",
-        type=float,
-        default=0.0,
-        metavar="SECONDS",
-        help="before; a GPU's steps are captured then",
-    )
-    parser.add_argument("--max-tokens", type=int, default=256)
-    parser.add_argument(
-        "--least", type=int, default=0, metavar="TOKENS", help="only prompts whose answers have so many"
-    )
-    parser.add_argument("--short", action="store_true", help="first tokens of short prompts, too")
-    parser.add_argument("--chat", type=int, nargs="*", default=[], metavar="USERS", help="with mtbench, too")
-    parser.add_argument("--long", type=int, default=0, metavar="TOKENS")
-    parser.add_argument("--label", default="")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("serve", nargs="*", help="arguments of bough serve, after --")
-    options = parser.parse_args()
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "bough.cli.main", "serve", "--port", str(port), *options.serve]
-    url, server = f"http://127.0.0.1:{port}", subprocess.Popen(command)
-    try:
-        facts = {"label": options.label, "suites": options.suites, "ready_s": round(wait(server, url), 1)}
+@case()
+def main(
+    report: Report, serve: Annotated[Sequence[str], "arguments of bough serve, after --"], options: Options
+) -> None:
+    with serving(*serve) as server:
+        facts = {"label": options.label, "suites": options.suites, "ready_s": round(server.ready_s, 1)}
         time.sleep(options.idle)
-        asyncio.run(measure(url, options, facts))
-    finally:
-        server.terminate()
-        server.wait(60)
-
-
-if __name__ == "__main__":
-    main()
+        asyncio.run(measure(report, server.url, options, facts))

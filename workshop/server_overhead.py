@@ -1,11 +1,10 @@
 """Time per token through the server against the engine alone: same process, same model, alternating.
 
-python workshop/server_overhead.py [--repeats 7] [--tokens 64] [--device auto] [--out FILE]
+python -m workshop server_overhead [--repeats 7] [--tokens 64] [--device auto] [--out FILE]
 
 The client is a separate process that reads the stream. Prints both medians and their ratio.
 """
 
-import argparse
 import asyncio
 import json
 import statistics
@@ -14,11 +13,9 @@ import sys
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import bough
 from bough.config import DraftConfig, EngineConfig, ServerConfig
-from bough.hub.catalog import named
 from bough.server.app import create_app
 from bough.server.listen import bind
 from bough.server.metrics import Metrics
@@ -28,6 +25,8 @@ from bough.session.loading import load_session
 from bough.session.requests import Finished, Text, TextRequest
 from bough.session.session import Session
 from bough.session.worker import EngineWorker
+from workshop.case import DRAFT, TARGET, case
+from workshop.report import Report
 
 MESSAGES = [{"role": "user", "content": "Write a Python function that merges two sorted lists."}]
 # Reads a stream; prints the seconds from its first text to its last, and the text.
@@ -76,18 +75,10 @@ def through_the_server(port: int, tokens: int) -> tuple[float, str]:
     return seconds, text
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    found = named("bough-40m")
-    assert found is not None and found[0].pair is not None
-    pair = found[0].pair
-    config = EngineConfig(device=options.device, max_ctx=1024, draft=DraftConfig(pair.draft))
-    session = load_session(pair.target, config)
+@case(device="auto")
+def main(report: Report, *, repeats: int = 7, tokens: int = 64) -> None:
+    config = EngineConfig(device=report.device, max_ctx=1024, draft=DraftConfig(DRAFT))
+    session, alone_session = load_session(TARGET, config), load_session(TARGET, config)
     server_config = ServerConfig(port=0)
     models = Models([ServedModel("pair", lambda _progress: session)], server_config, EngineWorker)
     metrics = Metrics()
@@ -101,17 +92,17 @@ def main() -> None:
     ).start()
     models.first.worker.ready.wait()
     for _ in range(2):
-        engine_alone(session, options.tokens)
-        through_the_server(port, options.tokens)
+        engine_alone(alone_session, tokens)
+        through_the_server(port, tokens)
     alone, served, count = [], [], 0
-    for turn in range(options.repeats):
+    for turn in range(repeats):
         # The order alternates.
         for way in ("alone", "served") if turn % 2 else ("served", "alone"):
             if way == "alone":
-                seconds, text, count = engine_alone(session, options.tokens)
+                seconds, text, count = engine_alone(alone_session, tokens)
                 alone.append(seconds)
             else:
-                seconds, streamed = through_the_server(port, options.tokens)
+                seconds, streamed = through_the_server(port, tokens)
                 served.append(seconds)
         assert streamed == text, "the server's output differs from the engine's"
     result = {
@@ -124,13 +115,6 @@ def main() -> None:
         "ratio_of_medians": statistics.median(served) / statistics.median(alone),
         "ratio_of_best": min(served) / min(alone),
     }
-    print(json.dumps(result))
-    if options.out:
-        with options.out.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(result) + "\n")
+    report.line(**result)
     server.should_exit = True
     models.close()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Several users, simulated: the engine and its texts on a CPU, with the step times of an H200.
 
-    PYTHONPATH=src:. python workshop/simulated_users.py --data DIR [--users 1 2 4 8 16] [--least 128]
+    python -m workshop simulated_users --data DIR [--users 1 2 4 8 16] [--least 128]
 
 The engine decides and generates as on a GPU: padded steps, prompts of up to 512 tokens read by decode steps.
 A clock of its own adds up what each step, draft call and chunk took on an H200 with the grown 27B, whose text
@@ -9,14 +9,12 @@ pass would give; it cannot show what the host costs beyond a fixed time a step. 
 of users.
 """
 
-import argparse
 import itertools
-import json
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -32,7 +30,9 @@ from bough.session.requests import TextRequest
 from bough.session.session import Session
 from bough.spec.policy import StepCosts
 from tests.gpu.texts import embedded_pair
+from workshop.case import case
 from workshop.gpu.exact import GREEDY
+from workshop.report import Report
 from workshop.server_load import prompts_of
 
 
@@ -173,41 +173,39 @@ def long_answers(engine: Engine, texts: Sequence[str], requests: Iterator[Reques
     ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder of the suites")
-    parser.add_argument("--suites", nargs="+", default=["humaneval", "gsm8k", "mbpp", "math500"])
-    parser.add_argument("--users", type=int, nargs="+", default=[1, 2, 4, 8, 16])
-    parser.add_argument("--seconds", type=float, default=8.0, help="of simulated time")
-    parser.add_argument("--n-gen", type=int, default=256)
-    parser.add_argument("--least", type=int, default=128, help="tokens of an answer")
-    parser.add_argument("--budget", type=int, default=22)
-    parser.add_argument("--rows-64", type=float, help="milliseconds of a forward pass of 64 rows")
-    parser.add_argument("--label", default="")
-    options = parser.parse_args()
+@case()
+def main(
+    report: Report,
+    *,
+    data: Annotated[Path, "folder of the suites"],
+    suites: Sequence[str] = ("humaneval", "gsm8k", "mbpp", "math500"),
+    users: Sequence[int] = (1, 2, 4, 8, 16),
+    seconds: Annotated[float, "of simulated time"] = 8.0,
+    n_gen: int = 256,
+    least: Annotated[int, "tokens of an answer"] = 128,
+    budget: int = 22,
+    rows_64: Annotated[float | None, "milliseconds of a forward pass of 64 rows"] = None,
+    label: str = "",
+) -> None:
     costs = Costs()
-    if options.rows_64:
-        scale = (options.rows_64 - costs.forward[8]) / (costs.forward[64] - costs.forward[8])
+    if rows_64:
+        scale = (rows_64 - costs.forward[8]) / (costs.forward[64] - costs.forward[8])
         forward = {
             rows: ms if rows <= 8 else costs.forward[8] + scale * (ms - costs.forward[8])
             for rows, ms in costs.forward.items()
         }
         costs = replace(costs, forward=forward)
-    session = session_of(max(options.users), options.budget)
-    texts = prompts_of(options.data, options.suites)
-    chosen = long_answers(session.engine, texts, requests_of(session, texts, options.n_gen)(), options.least)
-    for users in options.users:
-        session = session_of(users, options.budget)
+    session = session_of(max(users), budget)
+    texts = prompts_of(data, suites)
+    chosen = long_answers(session.engine, texts, requests_of(session, texts, n_gen)(), least)
+    for count in users:
+        session = session_of(count, budget)
         engine = session.engine
         engine.short = engine_module.SHORT
         learnt: StepCosts = engine.drafter._policy.costs  # ty: ignore[unresolved-attribute]
         learnt.step = {rows: costs.verify_s(1, rows) for rows in costs.forward}
         learnt.draft = {0: costs.draft_s(1)}
         clock = Clock(engine, costs)
-        requests = requests_of(session, chosen, options.n_gen)()
-        found = run(engine, clock, requests, users, options.seconds)
-        print(json.dumps({"what": "simulated users", "label": options.label, **found}), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+        requests = requests_of(session, chosen, n_gen)()
+        found = run(engine, clock, requests, count, seconds)
+        report.line(what="simulated users", label=label, **found)

@@ -10,8 +10,9 @@ import logging
 import queue
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self, TypedDict, Unpack, cast, overload
 
@@ -25,18 +26,14 @@ from bough.gguf.reader import GGUFFile
 from bough.hub.catalog import EMBEDDED, Card
 from bough.hub.drafts import fetch_draft
 from bough.hub.resolve import meaning, resolve, resolve_draft
+from bough.session.collected import GeneratedOutput
 from bough.session.folders import costs_file
 from bough.session.loading import load_session
 from bough.session.pairing import AUTO, LOOKUP, MTP, NONE, NamedDraft, card_of, draft_at_hand
 from bough.session.requests import (
-    Finished,
     Grammar,
-    Reasoning,
-    SessionEvent,
     Text,
     TextRequest,
-    ToolArguments,
-    ToolCall,
     Vector,
     VectorOptions,
 )
@@ -310,33 +307,35 @@ class LLM:
         self, messages: Messages, sampling: SamplingParams | None = None, **options: Unpack[ChatOptions]
     ) -> Answer:
         """Answer a conversation as `chat` does, without blocking the event loop."""
-        collected = _Collected(messages, self.tokenizer)
-        async for _ in self._events(self._chat_request(messages, sampling, options), collected, whole=True):
+        output = GeneratedOutput()
+        async for _ in self._events(self._chat_request(messages, sampling, options), output, whole=True):
             pass
-        return collected.answer()
+        return _answer(output, messages, self.tokenizer)
 
     async def astream(
         self, messages: Messages, sampling: SamplingParams | None = None, **options: Unpack[ChatOptions]
     ) -> AsyncIterator[str]:
         """Yield the answer in pieces, as they are generated."""
-        collected = _Collected(messages, self.tokenizer)
-        async for piece in self._events(self._chat_request(messages, sampling, options), collected):
+        request = self._chat_request(messages, sampling, options)
+        async for piece in self._events(request, GeneratedOutput()):
             yield piece
 
     async def _events(
-        self, request: TextRequest, collected: "_Collected", *, whole: bool = False
+        self, request: TextRequest, output: GeneratedOutput, *, whole: bool = False
     ) -> AsyncIterator[str]:
         job = self._worker.submit(request)
         try:
             async for batch in job.batches(whole=whole):
                 for _, event in batch:
-                    if piece := collected.add(event):
-                        yield piece
+                    output.add(event)
+                    if isinstance(event, Text):
+                        yield event.text
         finally:
             job.cancel()
 
     def _run(self, request: TextRequest, prompt: Prompt | Messages, *, whole: bool = False) -> "Stream":
-        return Stream(self._worker, self._loop, request, _Collected(prompt, self.tokenizer), whole=whole)
+        finish = partial(_answer, prompt=prompt, tokenizer=self.tokenizer)
+        return Stream(self._worker, self._loop, request, finish, whole=whole)
 
     def _chat_request(
         self, messages: Messages, sampling: SamplingParams | None, options: ChatOptions
@@ -417,12 +416,12 @@ class Stream(Iterator[str]):
         worker: EngineWorker,
         loop: asyncio.AbstractEventLoop,
         request: TextRequest,
-        collected: "_Collected",
+        finish: Callable[[GeneratedOutput], Answer],
         *,
         whole: bool = False,
     ):
         """`whole`: its pieces arrive together, at the end."""
-        self._collected, self._whole = collected, whole
+        self._output, self._finish, self._whole = GeneratedOutput(), finish, whole
         self._arrived: queue.SimpleQueue[str | BaseException | None] = queue.SimpleQueue()
         self._over = False
         self._running = asyncio.run_coroutine_threadsafe(self._read(worker, request), loop)
@@ -433,8 +432,9 @@ class Stream(Iterator[str]):
             try:
                 async for batch in job.batches(whole=self._whole):
                     for _, event in batch:
-                        if piece := self._collected.add(event):
-                            self._arrived.put(piece)
+                        self._output.add(event)
+                        if isinstance(event, Text):
+                            self._arrived.put(event.text)
             finally:
                 job.cancel()
         except Exception as error:
@@ -462,7 +462,7 @@ class Stream(Iterator[str]):
     @property
     def reasoning(self) -> str:
         """Return the reasoning so far."""
-        return self._collected.reasoning
+        return self._output.reasoning
 
     def answer(self) -> Answer:
         """Return the whole answer, after its end."""
@@ -472,7 +472,7 @@ class Stream(Iterator[str]):
         except BaseException:
             self.close()
             raise
-        return self._collected.answer()
+        return self._finish(self._output)
 
     def close(self) -> None:
         """End the generation."""
@@ -481,51 +481,25 @@ class Stream(Iterator[str]):
             self._running.cancel()
 
 
-class _Collected:
-    """What has arrived of an answer."""
+def _answer(output: GeneratedOutput, prompt: Prompt | Messages, tokenizer: Tokenizer) -> Answer:
+    """Return a finished output as users of this module get it."""
+    finished = output.finished
+    assert finished is not None, "the request has not ended"
 
-    def __init__(self, prompt: Prompt | Messages, tokenizer: Tokenizer):
-        self._prompt, self._tokenizer = prompt, tokenizer
-        self.text = self.reasoning = ""
-        self._calls: dict[int, tuple[ToolCall, list[str]]] = {}
-        self._finished: Finished | None = None
+    def text(id: int) -> str:
+        return tokenizer.token_bytes(id).decode(errors="replace")
 
-    def add(self, event: SessionEvent) -> str:
-        """Take an event; return the text in it."""
-        match event:
-            case Text(piece):
-                self.text += piece
-                return piece
-            case Reasoning(piece):
-                self.reasoning += piece
-            case ToolCall():
-                self._calls[event.index] = event, []
-            case ToolArguments(index, piece):
-                self._calls[index][1].append(piece)
-            case Finished():
-                self._finished = event
-        return ""
-
-    def answer(self) -> Answer:
-        finished = self._finished
-        assert finished is not None, "the request has not ended"
-        answer = Answer(self.text)
-        answer.prompt, answer.reasoning = self._prompt, self.reasoning
-        answer.tool_calls = [
-            Call(call.id, call.name, _arguments("".join(pieces))) for call, pieces in self._calls.values()
+    answer = Answer(output.text)
+    answer.prompt, answer.reasoning = prompt, output.reasoning
+    answer.tool_calls = [Call(call.id, call.name, _arguments(call.text)) for call in output.calls]
+    answer.finish_reason, answer.tokens, answer.stats = finished.reason, finished.tokens, finished.stats
+    answer.logprobs = None
+    if finished.logprobs is not None:
+        answer.logprobs = [
+            Logprob(item.token, text(item.token), item.logprob, {text(id): value for id, value in item.top})
+            for item in finished.logprobs
         ]
-        answer.finish_reason, answer.tokens, answer.stats = finished.reason, finished.tokens, finished.stats
-        answer.logprobs = None
-        if finished.logprobs is not None:
-            answer.logprobs = [self._logprob(each) for each in finished.logprobs]
-        return answer
-
-    def _logprob(self, each: sampler.TokenLogprob) -> Logprob:
-        top = {self._text(id): logprob for id, logprob in each.top}
-        return Logprob(each.token, self._text(each.token), each.logprob, top)
-
-    def _text(self, id: int) -> str:
-        return self._tokenizer.token_bytes(id).decode(errors="replace")
+    return answer
 
 
 def _vector_request(text: Prompt, options: VectorOptions) -> TextRequest:

@@ -63,7 +63,7 @@ def test_a_model_that_has_changed_is_measured_again(bough, here, tiny_model):
 
 
 def test_single_steps(bough, here, tiny_model):
-    found = last_line(bough("bench", "step", tiny_model(), "--budget", "7", "--max-ctx", "1k"))
+    found = last_line(bough("step", tiny_model(), "--budget", "7", "--max-ctx", "1k"))
     assert {row["rows"] for row in found["sizes"]} >= {1, 8}
 
 
@@ -101,6 +101,7 @@ def test_a_server(bough, here, owner):
     [
         (["humanevil"], "there is no suite 'humanevil'"),
         (["builtin,builtin"], "named twice"),
+        (["step"], "step is no suite, but a command of its own"),
         (["builtin", "--budget", "4,8"], "several are for the suite sweep"),
         (["builtin", "--context", "1k"], "--context is for the suite sweep"),
         (["builtin", "-t", "hot"], "--temperature is 'hot'"),
@@ -118,9 +119,7 @@ def test_mistakes(bough, here, arguments, said):
 
 
 def test_a_prediction(bough, here, tiny_model):
-    found = last_line(bough("bench", "step", tiny_model(), "--predict", "3090"))
+    found = last_line(bough("step", tiny_model(), "--predict", "3090"))
     assert found["card"] == "RTX 3090" and [row["rows"] for row in found["sizes"]] == [1, 8, 16, 24, 32]
-    wrong = bough("bench", "builtin", tiny_model(), "--predict", "3090")
-    assert wrong.exit_code == 2 and "--predict is for the suite step" in wrong.stderr
-    unknown = bough("bench", "step", tiny_model(), "--predict", "3dfx")
+    unknown = bough("step", tiny_model(), "--predict", "3dfx")
     assert unknown.exit_code == 2 and "--predict is '3dfx', needed: one of" in unknown.stderr

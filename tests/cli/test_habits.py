@@ -189,5 +189,5 @@ def test_the_options_that_matter_come_first(bough):
     first = shown.split("\nMost used\n")[1].split("\n\n")[0]
     found = re.findall(r"^  (?:-\w, )?(--[\w-]+)", first, re.M)
     assert found == ["--prompt", "--n-gen", "--temperature", "--draft", "--max-ctx"]
-    assert shown.count("  -n, --n-gen") == 1 and "--draft-causal, --draft-bidirectional" in shown
+    assert shown.count("  -n, --n-gen") == 1 and "--break-loops, --no-break-loops" in shown
     assert "auto|f32|f16|bf16|q8_0|q5_0|q4_0|tq3_0" in shown

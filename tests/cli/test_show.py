@@ -9,9 +9,9 @@ import torch
 
 from bough.cli.show import show
 from bough.config import EngineConfig
-from bough.convert.tiny import FAMILIES
 from bough.memory.planner import AUTO_FORMATS, OPT_IN_FORMATS
 from bough.session.loading import load_session
+from workshop.tiny import FAMILIES
 
 
 @pytest.mark.parametrize("family", FAMILIES)

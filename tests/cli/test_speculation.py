@@ -74,9 +74,9 @@ def test_the_text_is_the_same_with_everything(answer, draft, sampling):
         ["--budget", "1"],
         ["--draft", draft],
         ["--draft", draft, "--chain"],
-        ["--draft", draft, "--budget", "63", "--draft-ctx", "1k"],
-        ["--draft", draft / "model.safetensors", "--draft-bidirectional", "--draft-quant", "q8_0"],
-        ["--draft", draft, "--draft-causal", "--draft-ctx", "8", "--draft-quant", "none"],
+        ["--draft", draft, "--budget", "63"],
+        ["--draft", draft / "model.safetensors", "--draft-quant", "q8_0"],
+        ["--draft", draft, "--draft-quant", "none"],
     ):
         found = answer(*flags, *sampling)
         assert found["tokens"] == plain["tokens"], flags
@@ -174,9 +174,7 @@ def test_a_pair_in_a_folder_runs_as_a_pair(bough, tmp_path, monkeypatch):
         (["--draft", "x", "--no-draft"], "--draft x and --no-draft exclude each other"),
         (["--draft", "none", "--budget", "3"], "--budget and --draft none exclude each other"),
         (["--no-draft", "--draft-quant", "q8_0"], "--draft-quant and --no-draft exclude"),
-        (["--no-draft", "--draft-ctx", "4k"], "--draft-ctx and --no-draft exclude"),
-        (["--no-draft", "--draft-bidirectional"], "--draft-bidirectional and --no-draft exclude"),
-        (["--draft-causal"], "--draft-causal needs a draft, and none is listed for qwen35.gguf"),
+        (["--draft-quant", "q8_0"], "--draft-quant needs a draft, and none is listed for qwen35.gguf"),
         (["--logprobs", "2"], "--logprobs needs --json"),
         (["--logit-bias", "3:4"], "--logit-bias is '3:4', needed a token's number and a value"),
         (["--logit-bias", "3=1", "--logit-bias", "3=2"], "--logit-bias names token 3 twice"),
@@ -189,7 +187,7 @@ def test_what_contradicts_itself(bough, model, flags, message):
     assert result.exit_code == 2 and result.stderr.startswith("error: ") and message in result.stderr
 
 
-@pytest.mark.parametrize("flags", [["--budget", "0"], ["--budget", "64"], ["--draft-ctx", "0"]])
+@pytest.mark.parametrize("flags", [["--budget", "0"], ["--budget", "64"]])
 def test_limits(bough, model, flags):
     result = bough("run", model, "hi", *flags)
     assert result.exit_code == 2 and result.stderr.startswith("error: ") and flags[0] in result.stderr

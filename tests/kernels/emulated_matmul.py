@@ -42,13 +42,14 @@ _BODIES = BODIES | {
     "void group_wait": "",
     "uint4 load_part": "return *p;",
     "void store_part": "*p = v;",
+    "void copy8": "memcpy(shared_memory + to, from, 8);",
 }
 _RUN = """
 extern "C" void run(int grid, const u8* w, const float* row_scale, const u8* x, const float* x_scale,
-                    float* y, uint4* parts, int blocks, int depth, int rows, int stride, int tokens,
+                    float* y, uint4* parts, int tiles, int depth, int rows, int stride, int tokens,
                     int share, int extra) {
   launch(grid, THREADS, [=] {
-    matmul(w, row_scale, x, x_scale, y, parts, blocks, depth, rows, stride, tokens, share, extra, 0, 0);
+    matmul(w, row_scale, x, x_scale, y, parts, tiles, depth, rows, stride, tokens, share, extra, 0, 0);
   });
 }
 """
@@ -72,18 +73,16 @@ def emulated_matmul(x: PackedRows, weight: PackedWeight, folder: Path, *, grid: 
     text = re.sub(
         r"__shared__ __align__\(8\) u64 barriers\[.*?\];", "u64* barriers = (u64*)shared_memory;", text
     )
-    expand = text.index('extern "C" __global__ void __launch_bounds__(256)\nexpand')
+    expand = text.index("#if HALVES == 1\n// Rows of tiles")
     macros = cuda.defines(CARD, weight.layout, x.bucket, Tiling(3, wide=True, halfway=True), grouped=True)
     macros |= {"EIGHT_ROWS": cuda.EIGHT_ROWS}
     library = compiled(f"{BARRIER}{_MMA}{text[:expand]}{_RUN}", folder, "matmul", macros)
     out = torch.full((x.rows, weight.rows), torch.nan)
     parts = torch.full((grid, 128 * x.bucket), cuda._UNWRITTEN, dtype=torch.int32)
-    depth, blocks = weight.data.shape[0], weight.padded_rows // 128
-    units = depth * blocks
+    depth, tiles = weight.data.shape[:2]
+    units = depth * tiles // 8
     tensors = pointers(weight.data, weight.row_scale, x.data, x.scale, out, parts)
-    library.run(
-        grid, *tensors, blocks, depth, weight.rows, out.stride(0), x.rows, units // grid, units % grid
-    )
+    library.run(grid, *tensors, tiles, depth, weight.rows, out.stride(0), x.rows, units // grid, units % grid)
     assert bool((parts == cuda._UNWRITTEN).all())
     return out
 

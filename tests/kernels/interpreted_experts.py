@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from bough.convert.tiny import make_tiny
 from bough.gguf.reader import GGUFFile
 from bough.gguf.types import QuantType
 from bough.kernels.experts import reference, triton_kernels
@@ -17,6 +16,7 @@ from bough.models.spec import ModelSpec
 from bough.models.weights import WeightLoader
 from tests.kernels.interpreter import sum_in_order
 from tests.kernels.test_quant_matmul_layout import random_blocks
+from workshop.tiny import make_tiny
 
 sum_in_order()
 

@@ -4,17 +4,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bough.kernels.quant_matmul.partial_sums import BLOCK, PartialSums
+from bough.kernels.quant_matmul.partial_sums import PartialSums
 
 
-@given(st.integers(1, 4), st.integers(1, 9), st.data())
-def test_parts_of_a_block_are_added(blocks: int, depth: int, data: st.DataObject) -> None:
+@given(st.sampled_from([128, 256]), st.integers(1, 4), st.integers(1, 9), st.data())
+def test_parts_of_a_block_are_added(size: int, blocks: int, depth: int, data: st.DataObject) -> None:
     units = blocks * depth
     grid = data.draw(st.integers(1, units))
-    columns = data.draw(st.integers((blocks - 1) * BLOCK + 4, blocks * BLOCK))
-    values = torch.arange(1.0, units + 1).repeat_interleave(BLOCK).view(blocks, depth, BLOCK)
-    values = values * torch.arange(1.0, BLOCK + 1)
-    out, parts = torch.full((1, columns), torch.nan), torch.full((grid, 2, 8, BLOCK), torch.nan)
+    columns = data.draw(st.integers((blocks - 1) * size + 4, blocks * size))
+    values = torch.arange(1.0, units + 1).repeat_interleave(size).view(blocks, depth, size)
+    values = values * torch.arange(1.0, size + 1)
+    out, parts = torch.full((1, columns), torch.nan), torch.full((grid, 2, 8, size), torch.nan)
     share, extra, unit = units // grid, units % grid, 0
     for cta in range(grid):
         end = unit + share + (cta < extra)
@@ -23,7 +23,7 @@ def test_parts_of_a_block_are_added(blocks: int, depth: int, data: st.DataObject
             stop = min(end, (block + 1) * depth)
             total = values[block, step : stop - block * depth].sum(0)
             if stop - unit == depth:
-                here = slice(block * BLOCK, min(columns, (block + 1) * BLOCK))
+                here = slice(block * size, min(columns, (block + 1) * size))
                 out[0, here] = total[: here.stop - here.start]
             else:
                 parts[cta, int(step == 0), 0] = total

@@ -16,22 +16,25 @@ from tests.kernels.cards import CARDS
 
 EVERY = {**{type.name: layout for type, layout in LAYOUTS.items()}, "F16": DENSE}
 # By type, for 8 to 64 rows: on an A100, an H200, an RTX 5090 (100 KiB of shared memory), and an RTX 3090,
-# which has as much, and half of a tile's columns in a stage.
+# which has as much, no bulk copies, and blocks of 256 rows.
 STAGES = {
-    "Q4_K": ("332233", "422322", "433220", "433223"),
-    "Q5_K": ("322232", "422222", "332220", "332223"),
-    "Q6_K": ("544332", "533543", "555433", "322233"),
-    "Q3_K": ("555433", "533554", "555543", "433223"),
-    "IQ4_XS": ("555433", "533554", "555543", "433223"),
-    "Q8_0": ("433322", "533433", "544332", "222332"),
-    "Q4_0": ("332233", "422322", "433220", "433223"),
-    "Q5_0": ("322233", "422222", "332220", "332223"),
-    "IQ4_NL": ("332233", "422322", "433220", "433223"),
-    "MXFP4": ("332233", "422322", "433220", "433223"),
-    "Q4_1": ("322233", "422322", "433220", "433223"),
-    "Q5_1": ("222232", "422222", "332220", "332223"),
+    "Q4_K": ("332233", "422322", "433220", "222332"),
+    "Q5_K": ("322232", "422222", "332220", "233322"),
+    "Q6_K": ("544332", "533543", "555433", "333222"),
+    "Q3_K": ("555433", "533554", "555543", "444332"),
+    "IQ4_XS": ("555433", "533554", "555543", "444332"),
+    "Q8_0": ("433322", "533433", "544332", "222220"),
+    "Q4_0": ("332233", "422322", "433220", "222332"),
+    "Q5_0": ("322233", "422222", "332220", "233322"),
+    "IQ4_NL": ("332233", "422322", "433220", "222332"),
+    "MXFP4": ("332233", "422322", "433220", "222332"),
+    "Q4_1": ("322233", "422322", "433220", "223332"),
+    "Q5_1": ("222232", "422222", "332220", "333322"),
     "F16": ("222233", "332222", "222222", "222222"),
 }
+# Stages of a tile on an RTX 3090: halves where two whole tiles do not fit.
+HALVES = {"Q4_K": "111222", "Q5_K": "122222", "Q4_0": "111222", "Q5_0": "122222", "IQ4_NL": "111222"}
+HALVES |= {"MXFP4": "111222", "Q4_1": "112222", "Q5_1": "222222"}
 SCALES = {"none": 0, "six": 1, "byte": 2, "half": 3, "affine": 4}
 
 
@@ -39,14 +42,16 @@ SCALES = {"none": 0, "six": 1, "byte": 2, "half": 3, "affine": 4}
 def test_the_variants_of_every_card(name: str) -> None:
     bulk, column = name in ("H200", "RTX 5090"), {"A100": 0, "H200": 1, "RTX 5090": 2}.get(name, 3)
     for type, layout in EVERY.items():
-        for bucket, depth in zip(BUCKETS, map(int, STAGES[type][column]), strict=True):
+        halves = map(int, HALVES.get(type, "111111") if column == 3 else "111111")
+        for bucket, depth, half in zip(BUCKETS, map(int, STAGES[type][column]), halves, strict=True):
             expected = {
                 "LOW": layout.low,
                 "HIGH": layout.high,
                 "SCALES": SCALES[layout.scales],
                 "OFFSET": layout.offset,
-                "UNIT": 128 if column == 3 else layout.unit,
-                "HALVES": 2 if column == 3 and layout.unit == 256 else 1,
+                "UNIT": layout.unit // half,
+                "HALVES": half,
+                "BLOCK_TILES": 16 if column == 3 and type != "F16" else 8,
                 "TOKENS": bucket,
                 "STAGES": depth,
                 "BULK": int(bulk),
@@ -99,7 +104,8 @@ def test_no_tiling_exceeds_the_card(name: str) -> None:
 def test_the_partition_depends_on_the_card_and_the_matrix_alone(name: str) -> None:
     weight = empty_packed(QuantType.Q4_K, 5120, 1536, torch.device("meta"))
     grid, share, extra = partition(CARDS[name], weight)
-    assert grid * share + extra == weight.padded_rows // 128 * weight.data.shape[0]
+    rows = 16 * cuda.block_tiles(CARDS[name], weight.layout)
+    assert grid * share + extra == weight.padded_rows // rows * weight.data.shape[0]
     assert grid <= 2 * CARDS[name].processors and extra < grid
 
 

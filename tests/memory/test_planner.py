@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bough.config import DraftConfig, EngineConfig, SpecConfig
-from bough.convert.tiny import FAMILIES
 from bough.engine.engine import Engine, Request
 from bough.errors import ResourceError, UsageError
 from bough.gguf.reader import GGUFFile
@@ -33,6 +32,7 @@ from bough.state.sequences import CacheConfig, SequenceStates
 from tests.engine.sparse_pair import pair_27b
 from tests.tiny_draft import draft_config, save_draft
 from workshop.grow.grow import Growth, grow
+from workshop.tiny import FAMILIES
 
 __all__ = ["pair_27b"]
 

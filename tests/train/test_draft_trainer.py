@@ -3,10 +3,8 @@
 import json
 import resource
 import subprocess
-import sys
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -31,8 +29,8 @@ from bough.train.draft_target import load_target
 from bough.train.draft_trainer import Trainer
 from bough.train.muon import orthogonalised
 from tests.train.toy_target import SENTENCES, make_toy
+from workshop.case import command, environment
 
-ROOT = Path(__file__).parents[2]
 QUICK = TrainConfig(layers=1, block=4, steps=6, batch=3, anchors=4, held_out=2, lr=1e-2, float32=True)
 
 
@@ -395,11 +393,11 @@ def test_muon_orthogonalises_matrices():
 def test_a_training_script_that_was_stopped_says_so_by_its_exit_code(tiny_target, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"the {i}"}) + "\n" for i in range(8)))
-    job = ["--prompts", prompts, "-o", tmp_path / "draft", "--stop-after", 1e-9, "--steps", 2]
+    job = ["--prompts", prompts, "--output", tmp_path / "draft", "--stop-after", 1e-9, "--steps", 2]
     flags = ["--layers", 1, "--seq", 32, "--n-gen", 12, "--batch", 4, "--anchors", 4, "--device", "cpu"]
-    command = [sys.executable, ROOT / "workshop/training/draft.py", tiny_target.path, *job, *flags]
-    environment = {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    result = subprocess.run([str(each) for each in command], capture_output=True, text=True, env=environment)
+    line = command("training.draft", tiny_target.path, *job, *flags)
+    one_thread = environment() | {"OMP_NUM_THREADS": "1"}
+    result = subprocess.run(line, capture_output=True, text=True, env=one_thread)
     assert result.returncode == 3 and "continue with --resume" in result.stdout, result.stderr[-2000:]
     assert not (tmp_path / "draft/training.json").exists()
 
@@ -408,14 +406,14 @@ def test_data_parallel_training_under_torchrun(tiny_target, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"the {i}"}) + "\n" for i in range(8)))
     launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    job = ["--prompts", prompts, "-o", tmp_path / "draft", "--steps", 2, "--batch", 4, "--anchors", 4]
+    job = ["--prompts", prompts, "--output", tmp_path / "draft", "--steps", 2, "--batch", 4, "--anchors", 4]
     flags = ["--layers", 1, "--seq", 32, "--n-gen", 12, "--temperature", 0, "--device", "cpu"]
-    command = [sys.executable, *launch, ROOT / "workshop/training/draft.py", tiny_target.path, *job, *flags]
+    python, *line = command("training.draft", tiny_target.path, *job, *flags)
     result = subprocess.run(
-        [str(each) for each in command],
+        [python, *launch, *line],
         capture_output=True,
         text=True,
-        env={"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
+        env=environment() | {"OMP_NUM_THREADS": "1"},
     )
     assert result.returncode == 0, result.stderr[-2000:]
     report = json.loads((tmp_path / "draft/training.json").read_text())

@@ -13,8 +13,8 @@ from bough.convert.checkpoint import HFConfig
 from bough.convert.convert import write_model
 from bough.convert.families import read_sizes
 from bough.convert.rules import tensor_rules
-from bough.convert.tiny import VOCABULARY, vocabulary
 from bough.text.tokenizer import Tokenizer
+from workshop.tiny import VOCABULARY, vocabulary
 
 SENTENCES = (
     "Ants sing in the rain. ",

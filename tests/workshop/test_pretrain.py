@@ -1,6 +1,7 @@
 """Pretraining at toy size: rows of the streams, a run from text to an answering engine, pause and resume."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +21,7 @@ from workshop.training.target import TargetConfig
 SHAPE = TargetConfig(
     width=64, layers=4, inner=128, heads=2, head_dim=32, value_heads=4, delta_dim=16, context=512
 )
-FLAGS = [
-    "--seq",
-    "64",
-    "--chunk",
-    "16",
-    "--batch-tokens",
-    "512",
-    "--lr",
-    "1e-2",
-    "--no-compile",
-    "--no-triton",
-]
+OPTIONS = pretrain.Options(seq=64, chunk=16, batch_tokens=512, lr=1e-2, compile=False, triton=False)
 SENTENCE = "the quick brown fox jumps over the lazy dog and then the other dog, too"
 CODE = "def add(left, right):\n    return left + right\n"
 QUESTION, ANSWER = "isn't it?", "the lazy dog"
@@ -97,7 +87,7 @@ def test_masks_belong_to_the_labels(work: Path) -> None:
 
 
 def test_from_text_to_an_engine_that_answers(work: Path) -> None:
-    pretrain.main(["--work", str(work), "--minutes", "0.7", "--instruct-share", "0.4", *FLAGS], SHAPE)
+    pretrain.run_stage(replace(OPTIONS, work=work, minutes=0.7, instruct_share=0.4), SHAPE)
     record = json.loads((work / "pretrain.json").read_text())
     # The held-out text takes turns between two documents that follow themselves in training: the turns cost.
     assert record["held_out_loss"]["general"] < 1.0 < np.log(SHAPE.vocabulary) / 4
@@ -115,25 +105,25 @@ def test_from_text_to_an_engine_that_answers(work: Path) -> None:
 
 
 def test_a_run_continues_from_a_file(work: Path) -> None:
-    pretrain.main(["--work", str(work), "--minutes", "0.15", "--instruct-share", "0.1", *FLAGS], SHAPE)
+    pretrain.run_stage(replace(OPTIONS, work=work, minutes=0.15, instruct_share=0.1), SHAPE)
     first = json.loads((work / "pretrain.json").read_text())["held_out_loss"]["end"]
     convert(work / "Bough-40M", work / "target.gguf", mix="q8_0")
-    flags = ["--work", str(work), "--minutes", "0.1", *FLAGS, "--lr", "3e-4"]
-    pretrain.main([*flags, "--continue-from", str(work / "target.gguf")], SHAPE)
+    longer = replace(OPTIONS, work=work, minutes=0.1, lr=3e-4, continue_from=work / "target.gguf")
+    pretrain.run_stage(longer, SHAPE)
     record = json.loads((work / "pretrain.json").read_text())
     assert record["held_out_loss"]["start"] == pytest.approx(first, abs=0.05)
     assert record["held_out_loss"]["general"] < first + 0.1 and record["steps"] > 0
 
 
 def test_a_resumed_run_goes_on_where_it_stopped(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    common = ["--work", str(work), "--minutes", "0.1", *FLAGS]
-    pretrain.main([*common, "--pause-after", "0.04"], SHAPE)
+    common = replace(OPTIONS, work=work, minutes=0.1)
+    pretrain.run_stage(replace(common, pause_after=0.04), SHAPE)
     assert "continue with --resume" in capsys.readouterr().out and not (work / "Bough-40M").exists()
     counts = torch.load(work / "checkpoint.pt", weights_only=True)["counts"]
-    fresh = pretrain.Pretraining(pretrain.arguments(common), SHAPE)
+    fresh = pretrain.Pretraining(common, SHAPE)
     with pytest.raises(SystemExit, match="another shape"):
         fresh.restore(work / "checkpoint.pt")
-    pretrain.main([*common, "--resume"], SHAPE)
+    pretrain.run_stage(replace(common, resume=True), SHAPE)
     output = capsys.readouterr().out
     assert f"resumed at step {counts[0]}" in output
     steps = [json.loads(line)["step"] for line in (work / "log.jsonl").read_text().splitlines()]

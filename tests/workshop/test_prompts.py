@@ -3,7 +3,6 @@
 import gzip
 import json
 import lzma
-import sys
 
 import pytest
 
@@ -29,9 +28,15 @@ def run(tmp_path, monkeypatch, capsys):
     (tmp_path / "mt_bench/question.jsonl").write_text(json.dumps({"turns": ["Be brief.", TAKEN]}))
 
     def run(name: str, *more: str):
-        arguments = ["--corpus", tmp_path / "text.jsonl.xz", "--benchmarks", tmp_path, "-o", tmp_path / name]
-        monkeypatch.setattr(sys, "argv", ["prompts.py", *map(str, arguments), "--count", "120", *more])
-        prompts.main()
+        arguments = [
+            "--corpus",
+            tmp_path / "text.jsonl.xz",
+            "--benchmarks",
+            tmp_path,
+            "--output",
+            tmp_path / name,
+        ]
+        assert prompts.main.run("training.prompts", [*map(str, arguments), "--count", "120", *more]) == 0
         facts, raw = json.loads(capsys.readouterr().out), (tmp_path / name).read_bytes()
         text = lzma.decompress(raw).decode() if name.endswith(".xz") else raw.decode()
         return facts, [json.loads(line) for line in text.splitlines()]

@@ -3,14 +3,13 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from workshop.case import command, environment
 from workshop.gpu import real_pair
-
-ROOT = Path(__file__).parents[2]
 
 
 def suites(folder: Path) -> Path:
@@ -25,9 +24,8 @@ def suites(folder: Path) -> Path:
 
 def run(*arguments: object) -> list[dict]:
     process = subprocess.run(
-        [sys.executable, "workshop/gpu/real_pair.py", *map(str, arguments)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}/src:{ROOT}", "OMP_NUM_THREADS": "1"},
+        command("gpu.real_pair", *arguments),
+        env=environment() | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
     )
@@ -43,22 +41,20 @@ def test_parts_are_joined_and_checked(tmp_path):
     model, work = tmp_path / "model.gguf", tmp_path / "work"
     model.write_bytes(os.urandom(5000))
 
-    def stage(name: str, *more: str) -> real_pair.Pair:
-        options = ["--model", str(model)] if name == "split" else []
-        parsed = real_pair.parse([name, "--work", str(work), "--out", str(tmp_path / "out"), *options, *more])
-        return real_pair.Pair(parsed)
+    def stage(**more: Any) -> real_pair.Pair:
+        return real_pair.Pair(real_pair.Options(work=work, out=tmp_path / "out", **more))
 
-    assert real_pair.split(stage("split", "--part-mib", "0.002"))
+    assert real_pair.split(stage(model=model, part_mib=0.002))
     parts = sorted((work / "parts").glob("*/part"))
     assert [path.stat().st_size for path in parts] == [2097, 2097, 806]
     kept = parts[1].read_bytes()
     parts[1].unlink()
-    assert not real_pair.join(stage("join"))
+    assert not real_pair.join(stage())
     parts[1].write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
-    assert not real_pair.join(stage("join"))
+    assert not real_pair.join(stage())
     (work / "target.gguf").unlink()
     parts[1].write_bytes(kept)
-    assert real_pair.join(stage("join"))
+    assert real_pair.join(stage())
     assert (work / "target.gguf").read_bytes() == model.read_bytes() and not parts[0].exists()
 
 

@@ -1,18 +1,25 @@
-"""Running the benchmark of compression: contexts of several lengths, all rules, a row for each task."""
+"""Which facts compression keeps with the attention of a model: several lengths, all rules, a row for a task.
+
+python -m workshop compression.run model.gguf [--prompts 8] [--context 2k,8k] [--figures FOLDER]
+"""
 
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
+from bough.cli.values import size
 from bough.compress.scorer import MixedScorer, Query, Scorer, never
 from bough.compress.words import WordScorer
+from bough.memory.device import pick_device
 from bough.session.attention_scorer import AttentionScorer
+from workshop.case import RESULTS, case
 from workshop.compression.measure import DEPTHS, KEEP, Outcome, RandomScorer, measure
 from workshop.compression.texts import aggregation, contexts
+from workshop.report import Report
 
 Row = dict[str, Any]
 OURS = "attention + words"
@@ -140,3 +147,26 @@ def _map(axes: Any, values: Sequence[Sequence[float]]) -> None:
     for y, line in enumerate(values):
         for x, value in enumerate(line):
             axes.text(x, y, "" if math.isnan(value) else f"{value:.0f}", ha="center", va="center", fontsize=8)
+
+
+@case(out=RESULTS / "compress.jsonl", device="auto")
+def main(
+    report: Report,
+    model: Path,
+    *,
+    prompts: Annotated[int, "texts of each length"] = 8,
+    context: Annotated[str, "tokens of a text: 2k,8k"] = "4k",
+    seed: int = 0,
+    figures: Annotated[Path | None, "folder for plots"] = None,
+) -> None:
+    device, head = pick_device(report.device), report.head()
+    for length, rows in run(model, list(map(size, context.split(","))), prompts, device=device, seed=seed):
+        columns, cells = table(rows)
+        print(f"Facts kept of {length:,} tokens, {model.stem}")
+        for cell in (columns, *cells):
+            print("  ".join(f"{text:16s}" for text in cell))
+        for row in rows:
+            report.write(**head, **row)
+        if figures is not None:
+            figures.mkdir(parents=True, exist_ok=True)
+            plot(rows, figures / f"compress-{length}.svg", f"{model.stem}, {length:,} tokens")

@@ -1,16 +1,13 @@
 """Ablates the kernels of a tree's forward pass, shows their timeline, and times plain decoding.
 
-    PYTHONPATH=src:. python workshop/gpu/ablate.py --out ablate.jsonl [--model DIR] [--draft] [--seconds 80]
+    python -m workshop gpu.ablate --out ablate.jsonl [--model DIR] [--draft] [--seconds 80]
 
 A kernel is left out by returning its earlier output. The time saved is its share of the whole pass: less than
 it takes alone, because kernels overlap. DIR holds target.gguf and draft.gguf; without it they are grown.
 --draft: with the draft's taps, and for 24 rows, too. --device cpu --shape double is a trial run.
 """
 
-import argparse
 import statistics
-import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -28,9 +25,10 @@ from bough.models import decoder, layers
 from bough.models.step import Step
 from bough.session.session import Session
 from bough.spec.tree import Tree
-from workshop.gpu.report import Report
-from workshop.gpu.step import guarded, load
-from workshop.grow.grow import grow
+from workshop.case import case
+from workshop.gpu.stages import grown_pair, guarded
+from workshop.gpu.step import load
+from workshop.report import Report
 
 # Functions by the names under which decoder.py and layers.py call them. A name that a commit does not have is
 # skipped, so that two commits can be compared.
@@ -174,32 +172,15 @@ def forwards(report: Report, session: Session, rows: Sequence[int]) -> None:
         probe.close()
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--seconds", type=float, default=80)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--model", type=Path)
-    parser.add_argument("--draft", action="store_true")
-    parser.add_argument("--shape", default="27b")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = options.model or Path(scratch)
-        if options.model is None:
-            grow(folder, options.shape, random=True, force=True)
-        report = Report(options.out, options.seconds, options.device, folder)
-        speculation = SpecConfig(budget=23, adaptive=False) if options.draft else None
-        draft = folder / "draft.gguf" if options.draft else None
+@case(seconds=80)
+def main(report: Report, *, model: Path | None = None, draft: bool = False, shape: str = "27b") -> None:
+    with grown_pair(report, model, shape, random=True) as (target, proposer), torch.inference_mode():
+        speculation = SpecConfig(budget=23, adaptive=False) if draft else None
         session = load(
-            report, "the model", folder / "target.gguf", draft, max_ctx=4096, speculation=speculation
+            report, "the model", target, proposer if draft else None, max_ctx=4096, speculation=speculation
         )
-        with torch.inference_mode():
-            guarded(report, "plain decoding", partial(plain, report, session))
-            smallest = session.engine.runner.step_rows(1)
-            sizes = (smallest, 24) if options.draft else (smallest,)
-            guarded(report, "forwards", partial(forwards, report, session, sizes))
-    return int(report.failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        guarded(report, "plain decoding", partial(plain, report, session))
+        smallest = session.engine.runner.step_rows(1)
+        guarded(
+            report, "forwards", partial(forwards, report, session, (smallest, 24) if draft else (smallest,))
+        )

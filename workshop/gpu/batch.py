@@ -1,20 +1,20 @@
 """Times steps of several sequences of a 27B with random weights; tests/gpu/test_batch.py checks their bits.
 
-    PYTHONPATH=src:. python workshop/gpu/batch.py --out batch.jsonl [--model FOLDER] [--repeats 10]
+    python -m workshop gpu.batch --out batch.jsonl [--model FOLDER] [--repeats 10]
 
 A step has 64 rows in all, or one row a sequence. `verify_ms`: forward, sampling, acceptance and commit;
 `draft_ms`: the draft of all sequences as one call; `step_ms`: both, with the host's time and the read-back.
 """
 
-import argparse
 import statistics
-import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 import torch
 
-from bough.bench.machine import head, of_session
+from bough.bench.machine import of_session
 from bough.config import SpecConfig
 from bough.engine.runner import GraphRunner, StepTimes
 from bough.session.session import Session
@@ -25,8 +25,9 @@ from bough.state.draft_ring import draft_buffers
 from bough.state.sequences import CacheConfig
 from tests.engine import company
 from tests.gpu.texts import load_session
-from workshop.gpu.report import Report
-from workshop.grow.grow import grow
+from workshop.case import case
+from workshop.gpu.stages import grown_pair
+from workshop.report import Report
 
 SLOTS, CONTEXT, BUDGET = 64, 256, 63
 
@@ -43,7 +44,7 @@ def make_machine(session: Session, slots: int) -> company.Machine:
 
 
 @torch.inference_mode()
-def time_steps(report: Report, machine: company.Machine, repeats: int, traced: list[int]) -> None:
+def time_steps(report: Report, machine: company.Machine, repeats: int, traced: Sequence[int]) -> None:
     vocabulary = machine.target.spec.vocab_size
     texts = company.make_texts(SLOTS, vocabulary)
     slots = []
@@ -126,24 +127,19 @@ def kernels(
     )
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--model", type=Path, help="folder of a grown 27B with random weights")
-    parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--trace", type=int, nargs="*", default=[], help="sequences to list the kernels of")
-    options = parser.parse_args()
-    report = Report(options.out)
-    folder = options.model
-    if folder is None:
-        folder = Path(tempfile.mkdtemp(dir="/dev/shm"))
-        grow(folder, "27b", random=True, force=True)
-        report.log("grown")
-    session = load_session(
-        folder / "target.gguf", folder / "draft.gguf", graphs=False, max_ctx=1024,
-        speculation=SpecConfig(budget=BUDGET, adaptive=False),
-    )  # fmt: skip
-    report.write(**head({"slots": SLOTS, "context": CONTEXT}, "workshop/gpu/batch.py"), **of_session(session))
+@case()
+def main(
+    report: Report,
+    *,
+    model: Annotated[Path | None, "folder of a grown 27B with random weights"] = None,
+    repeats: int = 10,
+    trace: Annotated[Sequence[int], "sequences to list the kernels of"] = (),
+) -> None:
+    with grown_pair(report, model, random=True) as (target, draft):
+        session = load_session(
+            target, draft, graphs=False, max_ctx=1024, speculation=SpecConfig(budget=BUDGET, adaptive=False)
+        )
+    report.write(**report.head() | {"settings": {"slots": SLOTS, "context": CONTEXT}}, **of_session(session))
     report.log("loaded")
     with torch.inference_mode():
         machine = make_machine(session, SLOTS)
@@ -153,10 +149,5 @@ def main() -> int:
         report.check("captured", machine.runner.capture())
         machine.states.close(slot)
     report.log("captured", peak_gb=round(torch.cuda.max_memory_allocated() / 1e9, 2))
-    report.part(lambda report: time_steps(report, machine, options.repeats, options.trace))
+    report.part(lambda report: time_steps(report, machine, repeats, trace))
     report.log("done", peak_gb=round(torch.cuda.max_memory_allocated() / 1e9, 2))
-    return int(report.failed)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

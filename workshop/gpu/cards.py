@@ -1,6 +1,6 @@
 """Runs the paths of other cards on this one (BOUGH_PRETEND_CARD): kernel checks, bits of texts, steps.
 
-    PYTHONPATH=src:. python workshop/gpu/cards.py --data DIR --out FILE [--cards sm_86,sm_89,sm_75]
+    python -m workshop gpu.cards --data DIR --out FILE [--cards sm_86,sm_89,sm_75]
         [--model FOLDER] [--only texts,steps,checks] [--workers 4]
 
 checks: the tests of kernels in tests/gpu without the slow ones, in --workers processes a card; --all: all of
@@ -10,7 +10,6 @@ the model in --model (target.gguf and draft.gguf, as `bough grow` writes). sm_75
 and no bfloat16; it gets checks and texts only.
 """
 
-import argparse
 import json
 import os
 import re
@@ -21,17 +20,30 @@ import sys
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
-from workshop.gpu.report import Report
+from workshop.case import ROOT, case
+from workshop.report import Report
 
-ROOT = Path(__file__).parents[2]
 TOO_LONG = 124  # exit code
 TO_END_S = 10.0
 KERNELS = (
     *("attention", "delta_rule", "embedding", "experts", "int8", "kv_cache", "norm_rope", "partial_sums"),
     *("quant_matmul", "sampler", "sampling", "slot_mapping", "tree"),
 )
+
+
+@dataclass(frozen=True)
+class Options:
+    data: Annotated[Path, "as for exact.py"]
+    cards: str = "sm_86,sm_89,sm_75"
+    only: str = "texts,steps,checks"
+    model: Annotated[Path | None, "folder of target.gguf and draft.gguf"] = None
+    workers: Annotated[int, "processes of a card"] = 4
+    all: Annotated[bool, "all tests of tests/gpu"] = False
+    pytest: Annotated[str, "more arguments, as one"] = ""
 
 
 def run(arch: str, command: list[str], seconds: float) -> tuple[int, str]:
@@ -60,10 +72,10 @@ def run(arch: str, command: list[str], seconds: float) -> tuple[int, str]:
     return process.returncode, text
 
 
-def checks(report: Report, arch: str, options: argparse.Namespace) -> None:
+def checks(report: Report, arch: str, options: Options) -> None:
     tests = ["tests/gpu"] if options.all else [f"tests/gpu/test_{name}.py" for name in KERNELS]
     command = ["-m", "pytest", "-q", "--tb=line", "-p", "no:cacheprovider", "-m", "gpu and not slow", *tests]
-    command += options.pytest
+    command += shlex.split(options.pytest)
 
     def part(number: int) -> tuple[int, str]:
         return run(arch, [*command, "--shard", f"{number}/{options.workers}"], report.left - TO_END_S)
@@ -85,9 +97,9 @@ def checks(report: Report, arch: str, options: argparse.Namespace) -> None:
             print(each[-2500:], flush=True)
 
 
-def texts(report: Report, arch: str, options: argparse.Namespace) -> None:
-    lines = options.out.with_suffix(f".{arch}.jsonl")
-    command = ["workshop/gpu/exact.py", "--data", str(options.data), "--out", str(lines)]
+def texts(report: Report, arch: str, options: Options) -> None:
+    lines = report.out.with_suffix(f".{arch}.jsonl")
+    command = ["-m", "workshop", "gpu.exact", "--data", str(options.data), "--out", str(lines)]
     command += ["--kv", "f16:20,q8_0:20", "--long", "7000", "--n-gen", "128"]
     code, text = run(arch, command, report.left - TO_END_S)
     found = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
@@ -97,13 +109,13 @@ def texts(report: Report, arch: str, options: argparse.Namespace) -> None:
         print(text[-4000:], flush=True)
 
 
-def steps(report: Report, arch: str, options: argparse.Namespace) -> None:
+def steps(report: Report, arch: str, options: Options) -> None:
     if options.model is None or arch == "sm_75":
         report.log(f"{arch}: no steps")
         return
-    result = options.out.with_suffix(f".{arch}.json")
+    result = report.out.with_suffix(f".{arch}.json")
     files = [str(options.model / "target.gguf"), "--draft", str(options.model / "draft.gguf")]
-    command = ["-m", "bough", "bench", "step", *files, "--max-ctx", "4k", "--json", str(result)]
+    command = ["-m", "bough", "step", *files, "--max-ctx", "4k", "--json", str(result)]
     code, text = run(arch, command, report.left - TO_END_S)
     report.check(f"{arch}: steps ran", code == 0)
     if code:
@@ -119,21 +131,12 @@ def steps(report: Report, arch: str, options: argparse.Namespace) -> None:
 PARTS = {"checks": checks, "texts": texts, "steps": steps}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--cards", default="sm_86,sm_89,sm_75")
-    parser.add_argument("--only", default="texts,steps,checks")
-    parser.add_argument("--data", type=Path, required=True, help="as for exact.py")
-    parser.add_argument("--model", type=Path, help="folder of target.gguf and draft.gguf")
-    parser.add_argument("--workers", type=int, default=4, help="processes of a card")
-    parser.add_argument("--all", action="store_true", help="all tests of tests/gpu")
-    parser.add_argument("--pytest", type=shlex.split, default=[], help="more arguments, as one")
-    parser.add_argument("--seconds", type=float, default=560)
-    parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args()
-    options.out, options.data = options.out.resolve(), options.data.resolve()
-    options.model = options.model and options.model.resolve()
-    report = Report(options.out, options.seconds)
+@case(seconds=560, out=Path("cards.jsonl"))
+def main(report: Report, options: Options) -> None:
+    assert report.out is not None
+    report.out = report.out.resolve()
+    model = options.model and options.model.resolve()
+    options = replace(options, data=options.data.resolve(), model=model)
     cards, only = options.cards.split(","), options.only.split(",")
 
     def work(arch: str, part: str) -> None:
@@ -145,8 +148,3 @@ def main() -> int:
         # Others would change the times of steps.
         with ThreadPoolExecutor(1 if part == "steps" else len(cards)) as pool:
             list(pool.map(lambda arch, part=part: work(arch, part), cards))
-    return int(report.failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

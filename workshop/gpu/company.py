@@ -1,6 +1,6 @@
 """Compares texts and logits, bit for bit, of requests alone and in company, plain and with trees.
 
-    PYTHONPATH=src:. python workshop/gpu/company.py --data DIR --target GGUF --draft GGUF --out FILE
+    python -m workshop gpu.company --data DIR --target GGUF --draft GGUF --out FILE
 
 Every prompt is answered by one engine plain among others, which is the reference as it is the fastest to
 have; with trees among others; with trees and alone; and --alone of them, all unless told, plain and alone.
@@ -10,13 +10,12 @@ before its own: it is processed in parts while others decode. Also says how many
 gives in all.
 """
 
-import argparse
 import json
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -27,9 +26,9 @@ from bough.engine.sampler import SamplingParams
 from bough.engine.sequence import Request
 from bough.engine.sequence import Sequence as Running
 from bough.session.loading import load_session
-from tests.gpu.texts import embedded_pair
+from workshop.case import DRAFT, TARGET, case
 from workshop.gpu.exact import GREEDY, SAMPLED, LogitHashes, suite_prompts
-from workshop.gpu.report import Report
+from workshop.report import Report
 
 
 @dataclass(slots=True)
@@ -89,61 +88,57 @@ def compare(report: Report, name: str, reference: Result, found: Result) -> None
     report.check(name, same == len(found.answers) and rows > 0 and not different, **facts, **speed)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder of the suites")
-    parser.add_argument("--target", type=Path, default=embedded_pair()[0])
-    parser.add_argument("--draft", type=Path, default=embedded_pair()[1])
-    parser.add_argument("--prompts", type=int, default=300)
-    parser.add_argument("--together", type=int, default=16)
-    parser.add_argument("--alone", type=int, metavar="PROMPTS", help="also plain and alone")
-    parser.add_argument("--long", type=int, metavar="TOKENS", help="of every fourth prompt; at most 3500")
-    parser.add_argument("--n-gen", type=int, default=256)
-    parser.add_argument("--kv", default="f16")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args()
-    report = Report(options.out, device=options.device)
-    kv = options.kv if options.device != "cpu" else "f32"
+@case()
+def main(
+    report: Report,
+    *,
+    data: Annotated[Path, "folder of the suites"],
+    target: Path = TARGET,
+    draft: Path = DRAFT,
+    prompts: int = 300,
+    together: int = 16,
+    alone: Annotated[int | None, "prompts, also plain and alone"] = None,
+    long: Annotated[int, "tokens of every fourth prompt; at most 3500"] = 0,
+    n_gen: int = 256,
+    kv: str = "f16",
+) -> None:
+    kv = kv if report.device != "cpu" else "f32"
     config = EngineConfig(
-        options.device,
+        report.device,
         max_ctx=4096,
         kv_k=kv,
         kv_v=kv,
         speculation=SpecConfig(budget=63),
-        draft=DraftConfig(options.draft),
+        draft=DraftConfig(draft),
         prefix_cache=0,
-        parallel=options.together,
+        parallel=together,
     )
-    session = load_session(options.target, config)
+    session = load_session(target, config)
     engine, stops = session.engine, session.tokenizer.stop_ids
     hashes = LogitHashes(engine)
-    prompts = suite_prompts(session, options.data, options.prompts)
-    if options.long:
-        every = [token for prompt in prompts for token in prompt] * (1 + options.long // 100)
-        for index in range(3, len(prompts), 4):
-            own = prompts[index]
-            prompts[index] = every[index : index + options.long - len(own)] + own
+    questions = suite_prompts(session, data, prompts)
+    if long:
+        every = [token for prompt in questions for token in prompt] * (1 + long // 100)
+        for index in range(3, len(questions), 4):
+            own = questions[index]
+            questions[index] = every[index : index + long - len(own)] + own
 
     def requests(budget: int | None) -> list[Request]:
-        samplings: list[SamplingParams] = [SAMPLED if index % 2 else GREEDY for index in range(len(prompts))]
+        samplings: list[SamplingParams] = [
+            SAMPLED if index % 2 else GREEDY for index in range(len(questions))
+        ]
         return [
-            Request(ids, options.n_gen, sampling, stops, may_stop=False, draft_budget=budget)
-            for ids, sampling in zip(prompts, samplings, strict=True)
+            Request(ids, n_gen, sampling, stops, may_stop=False, draft_budget=budget)
+            for ids, sampling in zip(questions, samplings, strict=True)
         ]
 
     while engine.runner.capture_next():
         pass
-    count, alone = options.together, len(prompts) if options.alone is None else options.alone
+    count, alone = together, len(questions) if alone is None else alone
     plain = answer(engine, hashes, requests(0), count)
     report.log(f"plain, {count} at once", tokens=plain.tokens, tok_s=round(plain.tokens / plain.seconds, 1))
     if alone:
         compare(report, "plain, alone", plain, answer(engine, hashes, requests(0)[:alone], 1))
     compare(report, f"trees, {count} at once", plain, answer(engine, hashes, requests(None), count))
     compare(report, "trees, alone", plain, answer(engine, hashes, requests(None), 1))
-    print("FAIL" if report.failed else "PASS", json.dumps({"prompts": len(prompts), "kv": kv}), flush=True)
-    return int(report.failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    print("FAIL" if report.failed else "PASS", json.dumps({"prompts": len(questions), "kv": kv}), flush=True)

@@ -1,6 +1,6 @@
 """Measures prompt compression on a GPU: times to the first token, facts kept, answers.
 
-    PYTHONPATH=src:. python workshop/gpu/compress.py --model DIR --scorer GGUF --out compress-gpu.jsonl
+    python -m workshop gpu.compress --model DIR --scorer GGUF --out compress-gpu.jsonl
 
 DIR holds a grown pair, target.gguf and draft.gguf (`bough grow DIR`); --shape 27b grows one. GGUF is a
 real small model, Qwen2.5-Coder-0.5B: without it only times with random weights of the Qwen3.5-0.8B's shapes
@@ -13,17 +13,15 @@ facts     questions of `bough bench compress` whose facts are kept, by the real 
 answers   answers of the real small model from full and compressed prompts, and the task that must fail
 """
 
-import argparse
 import dataclasses
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
@@ -44,11 +42,12 @@ from bough.session.requests import CompressOptions, Finished, Text, TextRequest
 from bough.session.session import Session
 from tests.gpu.conversation import raise_context_length
 from tests.gpu.texts import embedded_pair, load_session
+from workshop.case import case
 from workshop.compression import run as compress_run
 from workshop.compression.answers import answers, table
 from workshop.compression.texts import Context, aggregation, contexts
-from workshop.gpu.report import Report
 from workshop.grow.grow import grow
+from workshop.report import Report
 
 KEEP = (0.10, 0.05)
 SECONDS = {(32768, 0.10): 0.8, (65536, 0.10): 1.6, (131072, 0.10): 3.0, (131072, 0.05): 2.1}  # asked
@@ -312,33 +311,24 @@ def say(report: Report, options: Options) -> None:
 PARTS = {"times": times, "facts": facts, "answers": say}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--model", type=Path, help="folder of a grown pair")
-    parser.add_argument("--shape", help="of a pair to be grown: 27b")
-    parser.add_argument("--scorer", type=Path, help="a real small model")
-    parser.add_argument("--lengths", default="32768,65536,131072", help="tokens")
-    parser.add_argument("--texts", type=int, default=16, help="of each length; 13 questions about two")
-    parser.add_argument("--only", default=",".join(PARTS))
-    parser.add_argument("--seconds", type=float, default=560, help="after which no further part begins")
-    given = parser.parse_args()
-    report = Report(given.out, given.seconds, given.device)
+@case(seconds=560)
+def main(
+    report: Report,
+    *,
+    model: Annotated[Path | None, "folder of a grown pair"] = None,
+    shape: Annotated[str | None, "of a pair to be grown: 27b"] = None,
+    scorer: Annotated[Path | None, "a real small model"] = None,
+    lengths: Annotated[str, "tokens"] = "32768,65536,131072",
+    texts: Annotated[int, "of each length; 13 questions about two"] = 16,
+    only: str = ",".join(PARTS),
+) -> None:
     with tempfile.TemporaryDirectory(prefix="bough-compress") as folder:
-        lengths = [int(length) for length in given.lengths.split(",")]
-        options = Options(
-            given.device, given.model, given.shape, given.scorer, lengths, given.texts, Path(folder)
-        )
-        for name in given.only.split(","):
+        tokens = [int(length) for length in lengths.split(",")]
+        options = Options(report.device, model, shape, scorer, tokens, texts, Path(folder))
+        for name in only.split(","):
 
             def run(report: Report, name: str = name) -> None:
                 PARTS[name](report, options)
 
             run.__name__ = name
             report.part(run, needs=30)
-    return int(report.failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

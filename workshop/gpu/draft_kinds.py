@@ -1,17 +1,15 @@
 """Times the draft call of every kind of draft beside one target: DFlash, DFlash2, DSpark, MTP.
 
-    PYTHONPATH=src:. python workshop/gpu/draft_kinds.py --target GGUF --draft GGUF --out FILE
+    python -m workshop gpu.draft_kinds --target GGUF --draft GGUF --out FILE
 
 The DFlash draft is the file's; the others have its backbone, and random weights for what they add. The target
 should have random weights, too (`bough grow --random`): in a grown one all added tokens tie, and to rank
 them takes longest. Times are of one whole step of 24 rows, with the step's graphs captured.
 """
 
-import argparse
 import json
 import logging
 import math
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -39,8 +37,8 @@ from bough.spec.policy import StepCosts
 from bough.spec.speculator import Speculator
 from bough.state.draft_ring import draft_buffers, mtp_buffers
 from bough.train.mtp_model import block_shapes
-from tests.gpu.texts import embedded_pair
-from workshop.gpu.report import Report
+from workshop.case import DRAFT, TARGET, case
+from workshop.report import Report
 
 ROWS, CONTEXT = 24, 256
 RANK = 256
@@ -134,8 +132,8 @@ def proposer(kind: str, target: Decoder, target_path: Path, draft_path: Path) ->
     return DFlashModel(draft, target, draft_buffers(found, max_ctx=MAX_CTX, device=device, dtype=ring))
 
 
-def measure(report: Report, kind: str, target: Decoder, options: argparse.Namespace) -> None:
-    model = proposer(kind, target, options.target, options.draft)
+def measure(report: Report, kind: str, target: Decoder, files: tuple[Path, Path], repeats: int) -> None:
+    model = proposer(kind, target, *files)
     sizes = (8, ROWS) if target.device.type == "cuda" else (ROWS,)
     speculator = Speculator(
         model, SpecConfig(budget=ROWS - 1, adaptive=False), StepCosts(), device=target.device, sizes=sizes
@@ -145,9 +143,9 @@ def measure(report: Report, kind: str, target: Decoder, options: argparse.Namesp
     if target.device.type == "cuda":
         # Without graphs the times are the host's, and say nothing; the log has the reason.
         report.check(f"{kind}: captured", graphs and engine.runner.captured)
-    probe = StepProbe(engine, CONTEXT, rounds=options.repeats + 4 + 2 * TRACED)
+    probe = StepProbe(engine, CONTEXT, rounds=repeats + 4 + 2 * TRACED)
     try:
-        found = probe.times(ROWS, options.repeats)
+        found = probe.times(ROWS, repeats)
         # What a draft call adds to each kernel's time.
         with_draft, without = (by_kernel(probe.trace(ROWS, TRACED, draft=draft)) for draft in (True, False))
     finally:
@@ -159,29 +157,17 @@ def measure(report: Report, kind: str, target: Decoder, options: argparse.Namesp
     report.check(f"{kind} proposes", math.isfinite(found["draft_ms"]), graphs=graphs, rows=ROWS, **draft)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--target", type=Path, default=embedded_pair()[0])
-    parser.add_argument("--draft", type=Path, default=embedded_pair()[1])
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--repeats", type=int, default=25)
-    parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args()
+@case()
+def main(report: Report, *, target: Path = TARGET, draft: Path = DRAFT, repeats: int = 25) -> None:
     logging.basicConfig(level=logging.DEBUG, format="%(name)s: %(message)s")
     for name in ("triton", "torch", "urllib3"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    report = Report(options.out, float("inf"), options.device)
-    device = torch.device(options.device)
+    device = torch.device(report.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    with GGUFFile.open(options.target) as file:
-        target = Decoder.load(file, device=device, dtype=dtype)
+    with GGUFFile.open(target) as file:
+        decoder = Decoder.load(file, device=device, dtype=dtype)
     for kind in ("dflash", "dflash2", "dspark", "mtp"):
-        measure(report, kind, target, options)
+        measure(report, kind, decoder, (target, draft), repeats)
         if device.type == "cuda":
             torch.cuda.empty_cache()
     print("FAIL" if report.failed else "PASS", json.dumps({"rows": ROWS}), flush=True)
-    return int(report.failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

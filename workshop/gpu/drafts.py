@@ -1,7 +1,7 @@
 """Trains a DFlash2, a DFlash and an MTP draft of the embedded target with equal data, and compares them.
 
-    PYTHONPATH=src:. python workshop/gpu/drafts.py --prompts prompts.jsonl --data DATA --out FOLDER
-    PYTHONPATH=src:. python workshop/gpu/drafts.py --toy --data DATA --out FOLDER     a trial run on a CPU
+    python -m workshop gpu.drafts --prompts prompts.jsonl --data DATA --out FOLDER
+    python -m workshop gpu.drafts --toy --data DATA --out FOLDER     a trial run on a CPU
 
 prompts.jsonl is that of workshop/training/prepare.py; DATA holds humaneval/test.jsonl.gz and so on. Four
 parts, each in processes of its own: the target answers the prompts; three drafts are trained at once, the
@@ -12,16 +12,14 @@ that need it; --no-times leaves out the last one. Results are lines in FOLDER/re
 lie beside it.
 """
 
-import argparse
 import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
@@ -30,9 +28,10 @@ from bough.models.spec import ModelSpec
 from bough.train.draft_model import DraftModel, new_spec
 from bough.train.draft_settings import TrainConfig
 from tests.gpu.texts import embedded_pair
-from workshop.gpu.stages import Stages
-from workshop.gpu.step import scratch_folder
+from workshop.case import case
+from workshop.gpu.stages import Stages, scratch_folder
 from workshop.grow.grow import grow
+from workshop.report import Report
 
 KINDS = ("dflash2", "dflash", "mtp")
 RANK, WIDER = 58, 512  # of DFlash2's selector; feed-forward of the DFlash draft beyond the usual
@@ -60,8 +59,20 @@ FULL = Sizes(6144, 192, 384, 600, 48, 96, 12, 128, (8, 22, 63), 25)
 TOY = Sizes(8, 16, 96, 2, 2, 4, 1, 8, (8, 22), 1)
 
 
+@dataclass(frozen=True)
+class Options:
+    data: Path
+    out: Path
+    prompts: Annotated[Path | None, "JSONL, as workshop/training/prepare.py writes it"] = None
+    seconds: float = 470
+    device: str = "cuda"
+    no_times: Annotated[bool, "without the times of draft calls"] = False
+    toy: Annotated[bool, "everything small, on a CPU"] = False
+    grow: Annotated[Path | None, "grow a 27B there, for the times"] = None
+
+
 class Run(Stages):
-    def __init__(self, options: argparse.Namespace):
+    def __init__(self, options: Options):
         super().__init__(options.out / "results.jsonl", options.out, options.seconds)
         self.sizes = TOY if options.toy else FULL
         self.device = "cpu" if options.toy else options.device
@@ -85,16 +96,8 @@ def answers(run: Run) -> bool:
     else:
         lines = run.prompts.read_text().splitlines()
     some.write_text("\n".join(lines[: sizes.prompts]) + "\n")
-    command = [
-        "workshop/training/draft.py",
-        run.target,
-        "--prompts",
-        some,
-        "-o",
-        run.out / "answers",
-        "--data-only",
-    ]
-    command += ["--n-gen", sizes.n_gen, "--seq", sizes.length, "--device", run.device]
+    command = ["training.draft", run.target, "--prompts", some, "--output", run.out / "answers"]
+    command += ["--data-only", "--n-gen", sizes.n_gen, "--seq", sizes.length, "--device", run.device]
     command += ["--answer-minutes", ANSWER_MINUTES]
     return run.wait({"answers": run.start("answers", *command)})
 
@@ -104,8 +107,8 @@ def train(run: Run) -> bool:
     with GGUFFile.open(run.target) as file:
         usual = new_spec(ModelSpec.from_gguf(file), mask_id=0).feed_forward
     for kind in KINDS:
-        command = ["workshop/training/draft.py", run.target, "--tokens", run.out / "answers" / "tokens"]
-        command += ["-o", run.out / kind, "--kind", kind, "--steps", sizes.steps, "--seq", sizes.length]
+        command = ["training.draft", run.target, "--tokens", run.out / "answers" / "tokens"]
+        command += ["--output", run.out / kind, "--kind", kind, "--steps", sizes.steps, "--seq", sizes.length]
         command += ["--batch", sizes.batch, "--anchors", sizes.anchors, "--device", run.device]
         command += ["--rank", RANK] if kind == "dflash2" else []
         command += ["--feed-forward", usual + WIDER] if kind == "dflash" else []
@@ -119,10 +122,10 @@ def measure(run: Run) -> bool:
         own = ["--model", run.target, "--draft", run.out / kind]
         if kind == "mtp":
             own = ["--model", run.out / kind / "target-mtp.gguf"]
-        command = ["workshop/acceptance.py", *own, "--data", run.data, "--label", kind, "--no-plain"]
+        command = ["acceptance", *own, "--data", run.data, "--label", kind, "--no-plain"]
         command += ["--no-lookup", "--prompts", sizes.measured, "--n-gen", sizes.measured_tokens]
         command += ["--budget", *sizes.budgets, "--temperature", 0.0, 0.8, "--device", run.device]
-        command += ["--lines", run.out / f"lines-{kind}.jsonl", "--results", run.out / "acceptance.jsonl"]
+        command += ["--lines", run.out / f"lines-{kind}.jsonl", "--out", run.out / "acceptance.jsonl"]
         processes[f"acceptance-{kind}"] = command
     good = run.together(processes, reserve=110 if run.timed else 0)
     compare(run)
@@ -152,7 +155,7 @@ def times(run: Run, growing: subprocess.Popen[bytes] | None, folder: Path) -> bo
         if not run.wait({"grow": growing}):
             return False
         models = ("--target", folder / "target.gguf", "--draft", folder / "draft.gguf")
-    command = ["workshop/gpu/draft_kinds.py", *models, "--repeats", run.sizes.repeats]
+    command = ["gpu.draft_kinds", *models, "--repeats", run.sizes.repeats]
     command += ["--device", run.device, "--out", run.out / "draft_kinds.jsonl"]
     good = run.wait({"draft_kinds": run.start("draft_kinds", *command)})
     file = run.out / "draft_kinds.jsonl"
@@ -173,24 +176,14 @@ def parameters(target: Path) -> dict[str, int]:
     return {kind: sum(each.numel() for each in DraftModel(own).parameters()) for kind, own in made.items()}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--prompts", type=Path, help="JSONL, as workshop/training/prepare.py writes it")
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, default=470)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--no-times", action="store_true", help="without the times of draft calls")
-    parser.add_argument("--toy", action="store_true", help="everything small, on a CPU")
-    parser.add_argument("--grow", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+@case()
+def main(report: Report, options: Options) -> bool:
     if options.grow is not None:
         every = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, every[-GROWING_CORES:])
         grow(options.grow, "27b", random=True, force=True)
-        return 0
-    if options.prompts is None and not options.toy:
-        parser.error("--prompts is needed, except with --toy")
+        return False
+    assert options.prompts is not None or options.toy, "--prompts is needed, except with --toy"
     options.out.mkdir(parents=True, exist_ok=True)
     run, folder = Run(options), scratch_folder()
     made = parameters(run.target)
@@ -201,8 +194,7 @@ def main() -> int:
     try:
         if run.timed and not run.toy:
             shutil.rmtree(folder, ignore_errors=True)
-            script = ("workshop/gpu/drafts.py", "--grow", folder, "--data", run.data, "--out", run.out)
-            growing = run.start("grow", *script)
+            growing = run.start("grow", "gpu.drafts", "--grow", folder, "--data", run.data, "--out", run.out)
         if answers(run) and train(run):
             measure(run)
         if run.timed:
@@ -213,9 +205,5 @@ def main() -> int:
         shutil.rmtree(folder, ignore_errors=True)
     if torch.cuda.is_available():
         run.log("device", name=torch.cuda.get_device_name())
-    print("FAIL" if run.failed else "PASS", f"{options.seconds - run.left:.0f} s", flush=True)
-    return int(run.failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    print("FAIL" if run.failed else "PASS", f"{report.spent:.0f} s", flush=True)
+    return run.failed

@@ -1,16 +1,16 @@
 """Times the 27B's matmuls with each mma repeated, which makes the tensor cores as slow as a GeForce's.
 
-    BOUGH_PRETEND_CARD=8.6 PYTHONPATH=src:. python workshop/gpu/emulate_geforce.py 1,5
+    BOUGH_PRETEND_CARD=8.6 python -m workshop gpu.emulate_geforce 1,5
 
 An H200 issues an m16n8k16 mma 5.1 times as fast, by SM and clock, as a GeForce: repeating each five times
 shows what bounds the kernel there. Without BOUGH_PRETEND_CARD the rate of this card's mma is measured first.
 """
 
-import argparse
 import ctypes
 import os
 import subprocess
 from functools import partial
+from typing import Annotated
 
 import torch
 
@@ -20,6 +20,8 @@ from bough.kernels.quant_matmul.tiling import built_in_tilings
 from bough.kernels.runtime.device import card_of
 from bough.kernels.runtime.driver import Module
 from bough.kernels.runtime.nvrtc import compile_cubin
+from workshop.case import case
+from workshop.report import Report
 
 ROWS = (8, 16, 24, 32)
 _MMA = "mma(sums[m * TILES + first + n], a[m]"
@@ -73,19 +75,15 @@ def print_mma_rate(source: str, device: torch.device) -> None:
     print(f"{clocks.item() / issued:.2f} clocks per mma and scheduler at {clock_mhz:.0f} MHz", flush=True)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("repeats", help="how often each mma is issued, separated by commas")
-    repeats = [int(word) for word in parser.parse_args().repeats.split(",")]
+@case()
+def main(report: Report, repeats: Annotated[str, "how often each mma is issued, with commas"]) -> None:
     device, source = torch.device("cuda", 0), cuda.matmul_source()
     if "BOUGH_PRETEND_CARD" not in os.environ:
         print_mma_rate(source, device)
     stack = Stack(LAYERS_27B, device)
     weight_bytes = sum(weight.nbytes for step, _ in stack._steps for weight in step)
     tilings = built_in_tilings(card_of(device).arch)
-    for count in repeats:
+    for count in map(int, repeats.split(",")):
         cuda.variant.cache_clear()
         cuda.matmul_source = partial(repeated, source, count)
         for rows in ROWS:
@@ -93,7 +91,3 @@ def main() -> None:
             speed = weight_bytes / seconds / 1e12
             print(f"{count}x {rows:2d} rows {seconds * 1e3:.4f} ms {speed:.3f} TB/s", flush=True)
     subprocess.run(["nvidia-smi", "--query-gpu=clocks.sm,clocks.mem", "--format=csv,noheader"], check=True)
-
-
-if __name__ == "__main__":
-    main()

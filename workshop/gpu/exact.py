@@ -1,6 +1,6 @@
 """Compares the logits of tree decoding with those of plain decoding, bit for bit, and the texts.
 
-    PYTHONPATH=src:. python workshop/gpu/exact.py --data DIR --target GGUF --draft GGUF --out FILE
+    python -m workshop gpu.exact --data DIR --target GGUF --draft GGUF --out FILE
 
 Plain decoding is an engine whose steps have one row. A 64-bit hash of the logits is taken on the device at
 every position; the rows that trees accept must have the same. Trees come from the draft, with budgets of 7 to
@@ -9,17 +9,16 @@ every position; the rows that trees accept must have the same. Trees come from t
 embedded pair is compared.
 """
 
-import argparse
 import gzip
 import itertools
 import json
 import random
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -36,12 +35,23 @@ from bough.session.session import Session
 from bough.spec.drafter import Constraint, NoDrafter
 from bough.spec.tree import Tree
 from bough.state.sequences import CacheConfig
-from tests.gpu.texts import embedded_pair
-from workshop.gpu.report import Report
+from workshop.case import DRAFT, TARGET, case
+from workshop.report import Report
 
 GREEDY = SamplingParams(seed=1)
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=7)
 BUDGETS = (7, 15, 22, 31, 47, 63)
+
+
+@dataclass(frozen=True)
+class Options:
+    data: Annotated[Path, "folder of the suites and haystack/*.txt.gz"]
+    target: Path = TARGET
+    draft: Path = DRAFT
+    kv: Annotated[str, "cache formats and prompts of each"] = "f16:200,q8_0:60,tq3_0:60"
+    n_gen: int = 256
+    at_random: Annotated[int, "random trees for every N-th prompt, too"] = 3
+    long: Annotated[Sequence[int], "tokens of a book"] = (8150, 16380, 32700)
 
 
 class LogitHashes:
@@ -227,7 +237,7 @@ def timed(report: Report, name: str) -> Iterator[None]:
     report.log(name, seconds=round(time.perf_counter() - begin, 1))
 
 
-def formats(options: argparse.Namespace) -> dict[str, range]:
+def formats(options: Options) -> dict[str, range]:
     """Return which of all prompts each cache format gets: no format the prompts of another."""
     found, first = {}, 0
     for part in options.kv.split(","):
@@ -237,12 +247,12 @@ def formats(options: argparse.Namespace) -> dict[str, range]:
     return found
 
 
-def compare_format(report: Report, options: argparse.Namespace, kv: str) -> bool:
+def compare_format(report: Report, options: Options, kv: str) -> bool:
     """Compare a format's prompts, every --at-random-th of them also with random trees, and the long ones."""
     longest = max(options.long, default=0)
     with timed(report, f"{kv} loaded"):
         max_ctx = max(4096, longest + 1024)
-        engines = Engines.load(options.target, options.draft, kv, max_ctx, options.device)
+        engines = Engines.load(options.target, options.draft, kv, max_ctx, report.device)
     session, drafted, mixed = engines.session, Tally(), Tally()
     own, every = formats(options)[kv], max(each.stop for each in formats(options).values())
     chosen = suite_prompts(session, options.data, every)[own.start : own.stop]
@@ -265,27 +275,10 @@ def compare_format(report: Report, options: argparse.Namespace, kv: str) -> bool
     return passed
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder of the suites and haystack/*.txt.gz")
-    parser.add_argument("--target", type=Path, default=embedded_pair()[0])
-    parser.add_argument("--draft", type=Path, default=embedded_pair()[1])
-    parser.add_argument("--kv", default="f16:200,q8_0:60,tq3_0:60", help="cache formats and prompts of each")
-    parser.add_argument("--n-gen", type=int, default=256)
-    parser.add_argument("--at-random", type=int, default=3, help="random trees for every N-th prompt, too")
-    parser.add_argument("--long", type=int, nargs="*", default=[8150, 16380, 32700], help="tokens of a book")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop before this many are over")
-    parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args()
-    report = Report(options.out, options.seconds, options.device)
+@case()
+def main(report: Report, options: Options) -> None:
     for kv in formats(options):
         compare_format(report, options, kv)
-        if options.device != "cpu":
+        if report.device != "cpu":
             torch.cuda.empty_cache()
     print("FAIL" if report.failed else "PASS", json.dumps({"kv": options.kv}), flush=True)
-    return int(report.failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,12 +1,11 @@
 """Where the device waits for the host while a prompt is read: idle times between kernels, and what ran then.
 
-    PYTHONPATH=src:. python workshop/gpu/gaps.py --target GGUF --draft GGUF --out FILE [--tokens 8192]
+    python -m workshop gpu.gaps --target GGUF --draft GGUF --out FILE [--tokens 8192]
 
 For each chunk size: seconds of a whole prompt, milliseconds that the device was busy and idle, the idle times
 by the kernels around them, the kernels, and the calls on the host that took longest.
 """
 
-import argparse
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
@@ -18,9 +17,9 @@ from bough.bench.step_profile import Span, exclusive_times
 from bough.config import DraftConfig, EngineConfig
 from bough.engine.engine import Engine
 from bough.session.loading import load_session
-from tests.gpu.texts import embedded_pair
+from workshop.case import DRAFT, TARGET, case
 from workshop.gpu.prefill import first_token_s
-from workshop.gpu.report import Report
+from workshop.report import Report
 
 LONGEST = 16
 
@@ -59,27 +58,21 @@ def trace(report: Report, engine: Engine, tokens: int) -> None:
             report.log(what, times=len(each), where=name, **ms)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--target", type=Path, default=embedded_pair()[0])
-    parser.add_argument("--draft", type=Path, default=embedded_pair()[1])
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--chunks", type=int, nargs="+", default=[1024, 2048, 8192])
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args()
-    report = Report(options.out, device=options.device)
-    draft = DraftConfig(options.draft)
-    config = EngineConfig(options.device, max_ctx=options.tokens + 64, draft=draft, prefix_cache=0)
-    engine = load_session(options.target, config).engine
-    for chunk in options.chunks:
+@case()
+def main(
+    report: Report,
+    *,
+    target: Path = TARGET,
+    draft: Path = DRAFT,
+    tokens: int = 8192,
+    chunks: Sequence[int] = (1024, 2048, 8192),
+) -> None:
+    config = EngineConfig(report.device, max_ctx=tokens + 64, draft=DraftConfig(draft), prefix_cache=0)
+    engine = load_session(target, config).engine
+    for chunk in chunks:
         engine.prefill_chunk = chunk
-        first_token_s(engine, options.tokens, 0)
-        seconds = first_token_s(engine, options.tokens, 1)
-        report.log("prompt", chunk=chunk, seconds=round(seconds, 4), tok_s=round(options.tokens / seconds))
-        if options.device == "cuda":
-            trace(report, engine, options.tokens)
-
-
-if __name__ == "__main__":
-    main()
+        first_token_s(engine, tokens, 0)
+        seconds = first_token_s(engine, tokens, 1)
+        report.log("prompt", chunk=chunk, seconds=round(seconds, 4), tok_s=round(tokens / seconds))
+        if report.device == "cuda":
+            trace(report, engine, tokens)

@@ -1,15 +1,12 @@
 """Times the layers' kernels on a GPU at the shapes of a 27B model.
 
-    PYTHONPATH=src:. python workshop/gpu/layers.py --out layers.jsonl
+    python -m workshop gpu.layers --out layers.jsonl
 
 tests/gpu/test_delta_rule.py, test_norm_rope.py and test_attention.py check them.
 """
 
-import argparse
-import sys
 import traceback
 from functools import partial
-from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -41,9 +38,8 @@ from tests.gpu.inputs import (
     PagedStep,
     random_trees,
 )
-from workshop.gpu.report import Report, graph_ms
-
-SECONDS = 50  # after which no further part begins
+from workshop.case import case
+from workshop.report import Report, graph_ms
 
 
 class PagedLayers(PagedStep):
@@ -232,17 +228,10 @@ def bits(report: Report, name: str, found: Tensor, expected: Tensor) -> None:
     report.write(bits=name, equal=equal, difference=difference)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path)
-    report = Report(parser.parse_args().out, SECONDS)
+@case(seconds=50)
+def main(report: Report) -> None:
     torch.manual_seed(0)
     print(torch.cuda.get_device_name(), "torch", torch.__version__, flush=True)
     with torch.inference_mode():
         for part in (time_delta, time_norms, time_layers, compare_bits, time_attention):
             report.part(part)
-    return int(report.failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,16 +1,14 @@
 """Times attention over long contexts in every KV cache format on a GPU, against the roofline.
 
-    PYTHONPATH=src:. python workshop/gpu/long_attention.py --out long_attention.jsonl
+    python -m workshop gpu.long_attention --out long_attention.jsonl
 
 tests/gpu/test_attention.py and test_kv_cache.py check the kernels.
 """
 
-import argparse
 import itertools
-import sys
 import traceback
 from collections.abc import Callable
-from pathlib import Path
+from typing import Annotated
 
 import torch
 
@@ -35,9 +33,9 @@ from tests.gpu.inputs import (
     noise_pool,
     random_trees,
 )
-from workshop.gpu.report import Report, graph_ms
+from workshop.case import case
+from workshop.report import Report, graph_ms
 
-SECONDS = 80  # after which no further part begins
 ATTENTION_LAYERS = 16  # of the 27B
 TIMED = ("f16", "q8_0", "q5_0", "q4_0", "tq3_0")
 CONTEXTS = (8 << 10, 64 << 10, 256 << 10)
@@ -184,21 +182,12 @@ def time_tiles(report: Report) -> None:
                 print("    could not", label, traceback.format_exc(limit=1).splitlines()[-1], flush=True)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--only", help="one part, for example rows")
-    chosen = parser.parse_args()
-    report = Report(chosen.out, SECONDS)
+@case(seconds=80)
+def main(report: Report, *, only: Annotated[str, "one part, for example rows"] = "") -> None:
     torch.manual_seed(0)
     print(torch.cuda.get_device_name(), "torch", torch.__version__, flush=True)
     parts = (describe, time_attention, time_rows, time_windows, time_tiles, time_writes, time_expand)
     with torch.inference_mode():
         for part in parts:
-            if chosen.only is None or part.__name__.endswith(f"_{chosen.only}"):
+            if not only or part.__name__.endswith(f"_{only}"):
                 report.part(part)
-    return int(report.failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

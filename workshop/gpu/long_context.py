@@ -1,6 +1,6 @@
 """Times a long prompt on a GPU, 27B shapes within 24 GiB, and steps after contexts up to 262,144 tokens.
 
-    PYTHONPATH=src:. python workshop/gpu/long_context.py --out long_context.jsonl [--folder DIR]
+    python -m workshop gpu.long_context --out long_context.jsonl [--folder DIR]
 
 --folder: where target.gguf and draft.gguf of 27B shapes are, or will be once they are grown. Each part has a
 process of its own, since a memory limit holds for a whole one. --device cpu --only unlimited is a trial run
@@ -8,16 +8,15 @@ of the steps with the embedded pair. tests/gpu/test_long_context.py checks the l
 text.
 """
 
-import argparse
 import gc
 import itertools
+import math
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated, Literal
 
 import torch
 
@@ -33,9 +32,10 @@ from bough.state.sequences import CacheConfig
 from tests.gpu.device_memory import PeakMemory
 from tests.gpu.long_text import compile_slices, long_text, read
 from tests.gpu.texts import embedded_pair, load_session
-from workshop.gpu.report import Report, eager_ms
-from workshop.gpu.step import guarded, scratch_folder
+from workshop.case import case
+from workshop.gpu.stages import guarded, run_parts, scratch_folder
 from workshop.grow.grow import grow
+from workshop.report import Report, eager_ms
 
 GIB = 1 << 30
 WHOLE = 262_144  # tokens of context asked for within the limit
@@ -250,52 +250,25 @@ def ensure_pair(options: Options, shape: str) -> None:
     print(f"grew {shape} in {time.perf_counter() - begin:.0f} s", flush=True)
 
 
-def orchestrate(given: argparse.Namespace, options: Options) -> int:
-    begin, failed = time.perf_counter(), 0
-    ensure_pair(options, given.shape)
-    for name in given.only.split(","):
-        left = given.seconds - (time.perf_counter() - begin)
-        command = [
-            sys.executable,
-            __file__,
-            "--part",
-            name,
-            "--seconds",
-            str(left),
-            "--folder",
-            str(options.folder),
-        ]
-        command += ["--device", options.device, "--limit", str(given.limit), "--tokens", str(options.tokens)]
-        command += ["--out", str(given.out)] if given.out else []
-        try:
-            failed |= subprocess.run(command, timeout=max(5.0, left + 20)).returncode
-        except subprocess.TimeoutExpired:
-            print("FAIL", name, "took too long", flush=True)
-            failed = 1
-    print("FAIL" if failed else "PASS", "in all", flush=True)
-    return int(bool(failed))
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--seconds", type=float, default=320)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--folder", type=Path, default=scratch_folder().with_name("bough-27b"))
-    parser.add_argument("--limit", type=float, default=24, help="GiB of the whole device")
-    parser.add_argument("--tokens", type=int, default=200_000, help="of the prompt")
-    parser.add_argument("--shape", default="27b", help="of the pair that is grown")
-    parser.add_argument("--only", default="limited,unlimited", help="parts, in their order")
-    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    options = Options(given.device, given.folder, int(given.limit * GIB), given.tokens)
-    if given.part is None:
-        return orchestrate(given, options)
-    report = Report(given.out, given.seconds, given.device, given.folder)
-    report.log(given.part, torch=torch.__version__)
-    report.part(lambda report: PARTS[given.part](report, options), needs=10)
-    return int(report.failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+@case(seconds=320)
+def main(
+    report: Report,
+    *,
+    folder: Path | None = None,
+    limit: Annotated[float, "GiB of the whole device"] = 24,
+    tokens: Annotated[int, "of the prompt"] = 200_000,
+    shape: Annotated[str, "of the pair that is grown"] = "27b",
+    only: Annotated[str, "parts, in their order"] = "limited,unlimited",
+    part: Literal["limited", "unlimited"] | None = None,
+) -> None:
+    folder = folder or scratch_folder().with_name("bough-27b")
+    options = Options(report.device, folder, int(limit * GIB), tokens)
+    if part is None:
+        ensure_pair(options, shape)
+        shares = dict.fromkeys(only.split(","), math.inf)
+        run_parts(
+            report, "gpu.long_context", shares, "--folder", folder, "--limit", limit, "--tokens", tokens
+        )
+        return
+    report.log(part, torch=torch.__version__)
+    report.part(lambda report: PARTS[part](report, options), needs=10)

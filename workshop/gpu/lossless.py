@@ -1,23 +1,20 @@
 """Compares a grown 27B's texts with the pair's on a CPU, and trees with plain decoding, token for token.
 
-    PYTHONPATH=src:. python workshop/gpu/lossless.py --data DIR --target GGUF --draft GGUF --out FILE
+    python -m workshop gpu.lossless --data DIR --target GGUF --draft GGUF --out FILE
 
 HumanEval prompts, greedy. Where two texts diverge, the gap between the two likeliest tokens is recorded, and
 the comparison continues after the reference's token: every token of the reference is compared once. Another
 process generates the CPU's texts meanwhile. Without --target the embedded pair is compared.
 """
 
-import argparse
 import json
 import multiprocessing
 import statistics
-import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
@@ -30,6 +27,8 @@ from bough.session.loading import load_session
 from bough.session.requests import TextRequest
 from bough.session.session import Session
 from tests.gpu.texts import NEAR_TIE, TREE, embedded_pair
+from workshop.case import DRAFT, TARGET, case
+from workshop.report import Report
 
 PLAIN = 0  # draft budget
 
@@ -146,37 +145,36 @@ def compared(
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder with humaneval/test.jsonl.gz")
-    parser.add_argument("--target", type=Path)
-    parser.add_argument("--draft", type=Path)
-    parser.add_argument("--prompts", type=int, default=10)
-    parser.add_argument("--n-gen", type=int, default=256)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--threads", type=int, default=4, help="of the CPU's text")
-    parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args()
-    begin, cpu_texts = time.perf_counter(), options.out.with_suffix(".cpu.json")
+@case(out=Path("lossless.jsonl"))
+def main(
+    report: Report,
+    *,
+    data: Annotated[Path, "folder with humaneval/test.jsonl.gz"],
+    target: Path = TARGET,
+    draft: Path = DRAFT,
+    prompts: int = 10,
+    n_gen: int = 256,
+    threads: Annotated[int, "of the CPU's text"] = 4,
+) -> None:
+    assert report.out is not None
+    cpu_texts = report.out.with_suffix(".cpu.json")
     process = multiprocessing.get_context("spawn").Process(
-        target=on_cpu, args=(options.data, options.prompts, options.n_gen, cpu_texts, options.threads)
+        target=on_cpu, args=(data, prompts, n_gen, cpu_texts, threads)
     )
     process.start()
-    pair = embedded_pair()
-    target, draft = options.target or pair[0], options.draft or pair[1]
-    config = EngineConfig(options.device, 4096, speculation=TREE, draft=DraftConfig(draft))
+    config = EngineConfig(report.device, 4096, speculation=TREE, draft=DraftConfig(draft))
     session = load_session(target, config)
     engine, stops = session.engine, session.tokenizer.stop_ids
-    plain = references(engine, prompts_of(session, options.data, options.prompts), options.n_gen, stops)
-    lines = [compared("tree against plain", engine, plain, options.n_gen, stops, None)]
+    plain = references(engine, prompts_of(session, data, prompts), n_gen, stops)
+    lines = [compared("tree against plain", engine, plain, n_gen, stops, None)]
     process.join()
     small = read_references(cpu_texts)
     cpu_texts.unlink()
     same = [a.prompt for a in small] == [b.prompt for b in plain]
     # Ids are the small vocabulary's in both: the grown one only appends fillers.
     lines += [
-        compared("plain against the CPU's", engine, small, options.n_gen, stops, PLAIN),
-        compared("tree against the CPU's", engine, small, options.n_gen, stops, None),
+        compared("plain against the CPU's", engine, small, n_gen, stops, PLAIN),
+        compared("tree against the CPU's", engine, small, n_gen, stops, None),
     ]
     speed_up = lines[2]["tok_s"] / lines[1]["tok_s"]
     lines.append(
@@ -186,15 +184,8 @@ def main() -> int:
             "share_of_acceptance": round(speed_up / lines[2]["acceptance"], 3),
         }
     )
-    facts = {"seconds": round(time.perf_counter() - begin, 1), "near_tie": NEAR_TIE, "same_prompts": same}
-    with options.out.open("w") as file:
-        for line in lines:
-            print(json.dumps(line | facts), flush=True)
-            print(json.dumps(line | facts), file=file)
+    facts = {"seconds": round(report.spent, 1), "near_tie": NEAR_TIE, "same_prompts": same}
+    for line in lines:
+        report.line(**line, **facts)
     passed = same and all(line.get("beyond_a_near_tie", 0) == 0 for line in lines)
-    print("PASS" if passed else "FAIL", "every divergence is a near tie", flush=True)
-    return int(not passed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    report.check("every divergence is a near tie", passed)

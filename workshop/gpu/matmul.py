@@ -1,16 +1,13 @@
 """Times quantised matmuls on a CUDA device: single ones, those of a 27B step, prefill, Triton, tilings.
 
-    PYTHONPATH=src:. python workshop/gpu/matmul.py --out matmul.jsonl [--parts time,model]
+    python -m workshop gpu.matmul --out matmul.jsonl [--parts time,model]
 
 tests/gpu/test_quant_matmul.py checks them.
 """
 
-import argparse
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
@@ -42,7 +39,8 @@ from bough.kernels.quant_matmul import (
 from bough.kernels.quant_matmul.layout import DENSE, LAYOUTS
 from bough.kernels.runtime.device import card_of
 from tests.gpu.inputs import DEVICE, TUNED_TYPES
-from workshop.gpu.report import Report
+from workshop.case import case
+from workshop.report import Report
 
 Q = QuantType
 ROWS = (1, 8, 16, 24, 32, 48, 64)
@@ -247,22 +245,13 @@ PARTS: dict[str, Callable[[Report], None]] = {
 }  # fmt: skip
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--parts", default=",".join(PARTS))
-    arguments = parser.parse_args()
-    report = Report(arguments.out)
+@case()
+def main(report: Report, *, parts: str = ",".join(PARTS)) -> None:
     properties = torch.cuda.get_device_properties(DEVICE)
     processors = properties.multi_processor_count
     print(f"{properties.name}, {processors} SMs, torch {torch.__version__}, {backend(DEVICE)}", flush=True)
     report.write(gpu=properties.name, torch=torch.__version__, backend=backend(DEVICE))
-    for name in arguments.parts.split(","):
+    for name in parts.split(","):
         start = time.time()
         report.part(PARTS[name])
         print(f"part {name} took {time.time() - start:.1f} s", flush=True)
-    return int(report.failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

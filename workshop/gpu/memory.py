@@ -1,16 +1,14 @@
 """Reports GPU memory in use and compares it with the plan, and times rows gathered from host memory.
 
-    PYTHONPATH=src:. python workshop/gpu/memory.py --out memory.jsonl [--folder DIR] [--limit 24]
+    python -m workshop gpu.memory --out memory.jsonl [--folder DIR] [--limit 24]
 
 --folder: target.gguf and draft.gguf of 27B shapes; without it they are grown, with random weights.
 tests/gpu/test_memory.py checks that the plan holds.
 """
 
-import argparse
 import gc
-import sys
-import tempfile
 from pathlib import Path
+from typing import Annotated
 
 import torch
 
@@ -21,8 +19,9 @@ from bough.memory.device import CUDA_CONTEXT
 from tests.gpu.device_memory import in_use
 from tests.gpu.inputs import DEVICE
 from tests.gpu.texts import GREEDY, embedded_pair, load_session
-from workshop.gpu.report import Report, eager_ms
-from workshop.grow.grow import grow
+from workshop.case import case
+from workshop.gpu.stages import grown_pair
+from workshop.report import Report, eager_ms
 
 GIB = 1 << 30
 
@@ -110,32 +109,15 @@ def large(report: Report, folder: Path, limit: int, tokens: int) -> None:
     report.log("outside the plan", before_mib=before >> 20, spare_mib=spare >> 20)
 
 
-def growing(report: Report, folder: Path) -> None:
-    grown = grow(folder, "27b", random=True)
-    report.log("grew the 27b", bytes=grown.bytes)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--seconds", type=float, default=90)
-    parser.add_argument("--folder", type=Path)
-    parser.add_argument("--limit", type=float, default=24, help="GiB of the whole device; 0: all of it")
-    parser.add_argument("--tokens", type=int, default=16384)
-    given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = given.folder or Path(scratch)
-        report = Report(given.out, given.seconds, folder=folder)
-        for part in (outside_torch, gather, small_plan):
-            report.part(part, needs=10)
-        if given.folder is None:
-            report.part(lambda report: growing(report, folder), needs=40)
-        limit = int(given.limit * GIB)
-        report.part(lambda report: large(report, folder, limit, given.tokens), needs=20)
-    return int(report.failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+@case(seconds=90)
+def main(
+    report: Report,
+    *,
+    folder: Path | None = None,
+    limit: Annotated[float, "GiB of the whole device; 0: all of it"] = 24,
+    tokens: int = 16384,
+) -> None:
+    for part in (outside_torch, gather, small_plan):
+        report.part(part, needs=10)
+    with grown_pair(report, folder, random=True) as (target, _):
+        report.part(lambda report: large(report, target.parent, int(limit * GIB), tokens), needs=20)

@@ -1,6 +1,6 @@
 """Times a model with random weights of the shapes of Qwen3.5-35B-A3B; tests/gpu/test_experts.py checks it.
 
-    PYTHONPATH=src:. python workshop/gpu/moe.py --out moe.jsonl [--folder MODEL] [--seconds 400]
+    python -m workshop gpu.moe --out moe.jsonl [--folder MODEL] [--seconds 400]
 
 Steps of 1, 8, 24 and more rows beside the time that their bytes take at the card's read bandwidth, with the
 experts that the rows of the step really chose; what a step calls of CUDA on the host: a synchronisation
@@ -8,18 +8,16 @@ would show; bits of a row alone and in a tree; prefill of 2,048 and 8,192 tokens
 trial run.
 """
 
-import argparse
 import gc
 import statistics
-import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -36,9 +34,11 @@ from bough.session.loading import load_session
 from bough.session.session import Session
 from bough.state.sequences import SequenceStates
 from tests.gpu.texts import embedded_pair
-from workshop.gpu.report import Report
+from workshop.case import case
+from workshop.gpu.stages import about_device
 from workshop.grow.grow import grow
 from workshop.grow.shape import preset
+from workshop.report import Report
 
 SIZES = (1, 8, 24)
 ROWS = 24
@@ -46,13 +46,13 @@ ROWS = 24
 WAITING = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaMemcpy", "cudaFree", "cudaMalloc")
 
 
-def written(report: Report, options: argparse.Namespace) -> Path:
+def written(report: Report, folder: Path | None, tiny: bool) -> Path:
     """Return the folder of the model, written first unless it is given."""
-    if options.folder is not None:
-        return options.folder
+    if folder is not None:
+        return folder
     folder, begin = Path(tempfile.mkdtemp(prefix="bough-moe-")), time.perf_counter()
     shape: Any = "35b-a3b"
-    if options.tiny:
+    if tiny:
         with GGUFFile.open(embedded_pair()[0]) as file:
             found = preset("35b-a3b", ModelSpec.from_gguf(file), None)
         experts = ExpertSpec(count=16, used=8, width=256, shared_width=256)
@@ -208,11 +208,11 @@ def prefill(report: Report, session: Session, lengths: tuple[int, ...]) -> None:
 
 
 @torch.inference_mode()
-def run(report: Report, options: argparse.Namespace, folder: Path, host_layers: int) -> None:
+def run(report: Report, folder: Path, host_layers: int, *, tiny: bool) -> None:
     report.log("experts in host memory", layers=host_layers)
-    longest = 8192 if not options.tiny else 128
+    longest = 8192 if not tiny else 128
     config = EngineConfig(
-        device=options.device,
+        device=report.device,
         max_ctx=longest + 1024,
         speculation=SpecConfig(budget=63, adaptive=False),
         draft=DraftConfig(folder / "draft.gguf"),
@@ -222,41 +222,27 @@ def run(report: Report, options: argparse.Namespace, folder: Path, host_layers: 
     session = load_session(folder / "target.gguf", config, graphs=False)
     report.log("loaded", seconds=round(time.perf_counter() - begin, 1), routed=session.plan.estimate.routed)
     shares = {rows: chosen_share(session, rows) for rows in SIZES}
-    if options.device == "cuda":
+    if report.device == "cuda":
         report.check("captured", session.engine.capture())
     report.log("experts read", shares=shares)
-    steps(report, session, shares, repeats=1 if options.tiny else 15)
-    if isinstance(session.engine.target, Decoder) and options.device == "cuda":
+    steps(report, session, shares, repeats=1 if tiny else 15)
+    if isinstance(session.engine.target, Decoder) and report.device == "cuda":
         bits(report, session.engine.target)
         synchronisations(report, session)
     prefill(report, session, (longest // 4, longest))
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--seconds", type=float, default=400)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument(
-        "--folder", type=Path, help="has target.gguf and draft.gguf of the shapes; else written"
-    )
-    parser.add_argument(
-        "--host-layers", type=int, nargs="*", default=(0, 20), help="with experts in host memory"
-    )
-    parser.add_argument("--tiny", action="store_true", help="a small model, for a trial")
-    options = parser.parse_args()
-    report = Report(options.out, options.seconds, options.device)
-    facts = {"torch": torch.__version__}
-    if options.device == "cuda":
-        facts["gpu"] = torch.cuda.get_device_name()
-    report.log("moe", **facts)
-    folder = written(report, options)
-    for host_layers in options.host_layers if options.device == "cuda" else (0,):
-        run(report, options, folder, host_layers)
+@case(seconds=400)
+def main(
+    report: Report,
+    *,
+    folder: Annotated[Path | None, "has target.gguf and draft.gguf of the shapes; else written"] = None,
+    host_layers: Annotated[Sequence[int], "with experts in host memory"] = (0, 20),
+    tiny: Annotated[bool, "a small model, for a trial"] = False,
+) -> None:
+    report.log("moe", **about_device(report))
+    model = written(report, folder, tiny)
+    for layers_in_host in host_layers if report.device == "cuda" else (0,):
+        run(report, model, layers_in_host, tiny=tiny)
         gc.collect()
         torch.cuda.empty_cache()
-    return int(report.failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

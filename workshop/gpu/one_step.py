@@ -1,13 +1,13 @@
 """A prompt and a few whole steps of a small model, to run under NVIDIA's compute-sanitizer.
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH=src:. compute-sanitizer --tool memcheck \\
-        python workshop/gpu/one_step.py [--steps 2] [--temperature 0.8]
+        python -m workshop gpu.one_step [--steps 2] [--temperature 0.8]
 
 Without the allocator's cache every tensor is its own allocation, so that an access one element out of bounds
 is found. Steps run without CUDA graphs: a graph would hide which kernel it was.
 """
 
-import argparse
+from typing import Annotated
 
 import torch
 
@@ -20,7 +20,8 @@ from bough.session.loading import load_session
 from bough.session.requests import TextRequest
 from bough.state.sequences import SequenceStates
 from tests.gpu.inputs import random_trees
-from tests.gpu.texts import embedded_pair
+from workshop.case import DRAFT, TARGET, case
+from workshop.report import Report
 
 
 @torch.inference_mode()
@@ -45,25 +46,23 @@ def batched(target: Decoder, sequences: int, steps: int, rows: int = 24) -> None
         states.commit(tree, torch.full((sequences,), rows - 1, device=device))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--temperature", type=float, default=0.8)
-    parser.add_argument("--sequences", type=int, default=1, help="further steps with this many sequences")
-    parser.add_argument("--device", default="cuda")
-    options = parser.parse_args()
-    target, draft = embedded_pair()
+@case()
+def main(
+    report: Report,
+    *,
+    steps: int = 2,
+    temperature: float = 0.8,
+    sequences: Annotated[int, "further steps with this many sequences"] = 1,
+) -> None:
     config = EngineConfig(
-        options.device,
+        report.device,
         512,
         prefill_chunk=64,
         speculation=SpecConfig(adaptive=False),
-        draft=DraftConfig(draft),
+        draft=DraftConfig(DRAFT),
     )
-    session = load_session(target, config, graphs=False)
-    sampling = SamplingParams(
-        temperature=options.temperature, top_p=0.95, top_k=50, repetition_penalty=1.1, seed=3
-    )
+    session = load_session(TARGET, config, graphs=False)
+    sampling = SamplingParams(temperature=temperature, top_p=0.95, top_k=50, repetition_penalty=1.1, seed=3)
     # Longer than a chunk, so that a second chunk continues from the first one's state.
     text = "Write a function that returns the sum of the even numbers of a list. " * 4
     prompt = session.encode(TextRequest(messages=[{"role": "user", "content": text}]))
@@ -74,15 +73,11 @@ def main() -> None:
         if isinstance(event, Tokens):
             tokens += len(event.ids)
         trees += isinstance(event, VerifiedTree)
-        if isinstance(event, Done) or trees >= options.steps:
+        if isinstance(event, Done) or trees >= steps:
             break
     events.close()
-    if options.sequences > 1:
-        batched(session.engine.target, options.sequences, options.steps)
-    if options.device == "cuda":
+    if sequences > 1:
+        batched(session.engine.target, sequences, steps)
+    if report.device == "cuda":
         torch.cuda.synchronize()
     print(f"{len(prompt)} prompt tokens, {trees} steps, {tokens} tokens", flush=True)
-
-
-if __name__ == "__main__":
-    main()

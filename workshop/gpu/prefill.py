@@ -1,6 +1,6 @@
 """Times prefill on a GPU: its kernels, the cost of int8 in text, then whole prompts of a random 27B model.
 
-    PYTHONPATH=src:. python workshop/gpu/prefill.py --out prefill.jsonl [--seconds 375] [--only kernels]
+    python -m workshop gpu.prefill --out prefill.jsonl [--seconds 375] [--only kernels]
         [--small qwen2.5-coder-0.5b.gguf]
 
 Parts: kernels (matmuls, attention and its tiles), delta (the delta rule; only if named), int8 (its kernels
@@ -11,20 +11,15 @@ tests/gpu/test_delta_rule.py and test_attention.py check the kernels, test_memor
 of long prompts.
 """
 
-import argparse
-import multiprocessing
-import os
+import math
 import shutil
 import statistics
-import subprocess
-import sys
-import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
@@ -46,9 +41,11 @@ from tests.gpu.inputs import (
     AttentionChunk,
     DeltaChunk,
 )
+from workshop.case import case
 from workshop.gpu import prefill_int8
-from workshop.gpu.report import Report, eager_ms
-from workshop.gpu.step import GROWING_CORES, guarded, load, scratch_folder, wait_for_model, write_models
+from workshop.gpu.stages import about_device, growing, guarded, run_parts, scratch_folder, wait_for_model
+from workshop.gpu.step import load
+from workshop.report import Report, eager_ms
 
 DELTA_SHAPE = (KEY_HEADS, VALUE_HEADS, DELTA_DIM)
 # Columns, stages, warps of the scan over blocks; rows, keys, stages, warps of attention.
@@ -235,13 +232,6 @@ def kernels(report: Report) -> None:
 def delta_rule(report: Report) -> None:
     torch.manual_seed(1)
     time_delta(report)
-
-
-def command_of(options: argparse.Namespace, part: str, seconds: float) -> list[str]:
-    command = [sys.executable, __file__, "--part", part, "--seconds", str(seconds)]
-    command += ["--device", options.device, "--folder", str(options.folder)]
-    command += ["--small", str(options.small)] if options.small else []
-    return command + (["--out", str(options.out)] if options.out else [])
 
 
 def prompt_of(tokens: int, seed: int = 0) -> list[int]:
@@ -432,66 +422,26 @@ PARTS = {
 SHARES = {"kernels": 75.0, "delta": 60.0, "int8": 55.0, "hopper": 25.0, "text": 30.0}
 
 
-def orchestrate(options: argparse.Namespace) -> int:
-    """Run each part in its own process, so that a CUDA error ends one part only."""
-    begin, writer, failed = time.perf_counter(), None, 0
-    folder = scratch_folder().with_name("bough-prefill")
-    if options.out:
-        options.out.unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    options.folder = folder
-    chosen = options.only.split(",")
-    if "model" in chosen:
-        cores = max(1, min(GROWING_CORES, len(os.sched_getaffinity(0)) - 3))
-        spawned = multiprocessing.get_context("spawn")
-        writer = spawned.Process(target=write_models, args=(folder, options.shape, cores), daemon=True)
-        writer.start()
-    try:
-        for name in chosen:
-            left = options.seconds - (time.perf_counter() - begin)
-            share = min(left, SHARES.get(name, left)) if "model" in chosen else left
-            while name == "model" and writer and writer.is_alive() and not (folder / "random").exists():
-                time.sleep(0.2)
-            if name == "model" and writer and writer.is_alive():
-                writer.kill()  # the other model is not needed here
-            command = command_of(options, name, share)
-            try:
-                failed |= subprocess.run(command, timeout=max(5.0, share + 20)).returncode
-            except subprocess.TimeoutExpired:
-                print("FAIL", name, "took too long", flush=True)
-                failed = 1
-    finally:
-        if writer is not None and writer.is_alive():
-            writer.kill()
-        shutil.rmtree(folder, ignore_errors=True)
-    print("FAIL" if failed else "PASS", "in all", flush=True)
-    return int(bool(failed))
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--seconds", type=float, default=375)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--only", default="kernels,int8,hopper,text,model", help="parts, in their order")
-    parser.add_argument("--small", type=Path, help="a real small model, for the cost of int8 in its text")
-    parser.add_argument("--shape", default="27b", help="of the model: 27b, or double for a trial")
-    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.part is None:
-        return orchestrate(options)
-    report = Report(options.out, options.seconds, options.device, options.folder)
-    prefill_int8.small_model = options.small
-    facts = {"torch": torch.__version__}
-    if options.device == "cuda":
-        facts["gpu"] = torch.cuda.get_device_name()
-    report.log(options.part, **facts)
+@case(seconds=375)
+def main(
+    report: Report,
+    *,
+    only: Annotated[str, "parts, in their order"] = "kernels,int8,hopper,text,model",
+    small: Annotated[Path | None, "a real small model, for the cost of int8 in its text"] = None,
+    shape: Annotated[str, "of the model: 27b, or double for a trial"] = "27b",
+    part: Literal["kernels", "delta", "int8", "hopper", "text", "model"] | None = None,
+    folder: Path | None = None,
+) -> None:
+    if part is None:
+        scratch, names = scratch_folder().with_name("bough-prefill"), only.split(",")
+        if report.out:
+            report.out.write_text("")
+        with growing(scratch, shape, ["random"] if "model" in names else []):
+            shares = {name: SHARES.get(name, math.inf) if "model" in names else math.inf for name in names}
+            options = ["--small", small] if small else []
+            run_parts(report, "gpu.prefill", shares, "--folder", scratch, *options)
+        return
+    report.folder, prefill_int8.small_model = folder or Path(), small
+    report.log(part, **about_device(report))
     torch.manual_seed(1)
-    report.part(PARTS[options.part], needs=5.0)
-    return int(report.failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    report.part(PARTS[part], needs=5.0)

@@ -31,7 +31,7 @@ from bough.models.weights import WeightLoader
 from bough.session.loading import _text_of
 from bough.state.sequences import SequenceStates
 from tests.gpu.texts import embedded_pair
-from workshop.gpu.report import Report, eager_ms
+from workshop.report import Report, eager_ms
 
 # Rows and columns of a 27B's matrices: gate and up, down, a delta layer's inputs and output, q k v.
 SHAPES = ((34816, 5120), (5120, 17408), (16384, 5120), (5120, 6144), (14336, 5120))

@@ -1,21 +1,19 @@
 """Times the second turn of a conversation with its prefix cached on the GPU, in host memory and on disk.
 
-    PYTHONPATH=src:. python workshop/gpu/prefix.py --out prefix.jsonl [--model DIR | --shape 27b]
+    python -m workshop gpu.prefix --out prefix.jsonl [--model DIR | --shape 27b]
 
 DIR holds a grown pair, target.gguf and draft.gguf; --shape grows one. With neither, the embedded pair is
 used, as in a trial run with --device cpu --tokens 1500. Also times a restore and a masked sample.
 tests/gpu/test_prefix_cache.py and test_sampler.py check the results.
 """
 
-import argparse
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -27,8 +25,9 @@ from bough.session.session import Session
 from tests.gpu.conversation import HELLO, raise_context_length, second_turns
 from tests.gpu.sampling_inputs import VOCABULARY
 from tests.gpu.texts import GREEDY, Messages, divergence, embedded_pair, generate, load_session
-from workshop.gpu.report import Report
+from workshop.case import case
 from workshop.grow.grow import grow
+from workshop.report import Report
 
 FASTER = 10  # times, at least, that a hit in the pool beats a miss of 16,000 tokens or more
 
@@ -150,20 +149,18 @@ def _now(device: str) -> float:
 PARTS: list[Callable[[Options], dict[str, Any]]] = [long, saving, masks]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--model", type=Path, help="folder of a grown pair")
-    parser.add_argument("--shape", help="of a pair to be grown: 27b")
-    parser.add_argument("--tokens", type=int, default=24_000, help="of the long conversation")
-    parser.add_argument("--only", default="", help="parts, by name")
-    parser.add_argument("--seconds", type=float, default=150, help="after which no further part begins")
-    given = parser.parse_args()
-    options = Options(given.device, given.model, given.shape, given.tokens)
-    report = Report(given.out, given.seconds, given.device)
+@case(seconds=150)
+def main(
+    report: Report,
+    *,
+    model: Annotated[Path | None, "folder of a grown pair"] = None,
+    shape: Annotated[str | None, "of a pair to be grown: 27b"] = None,
+    tokens: Annotated[int, "of the long conversation"] = 24_000,
+    only: Annotated[str, "parts, by name"] = "",
+) -> None:
+    options = Options(report.device, model, shape, tokens)
     for part in PARTS:
-        if given.only and part.__name__ not in given.only.split(","):
+        if only and part.__name__ not in only.split(","):
             continue
 
         def run(report: Report, part: Callable[[Options], dict[str, Any]] = part) -> None:
@@ -175,8 +172,3 @@ def main() -> int:
 
         run.__name__ = part.__name__
         report.part(run)
-    return int(report.failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """Trains a draft of a real model on a rented GPU and measures it, in stages that can go on elsewhere.
 
-    PYTHONPATH=src:. python workshop/gpu/real_pair.py split --model FILE --work FOLDER --out FOLDER
+    python -m workshop gpu.real_pair split --model FILE --work FOLDER --out FOLDER
     ... join answers train measure --work FOLDER --out FOLDER --prompts prompts.jsonl.xz --data DATA
     ... join answers train measure --toy --work FOLDER --out FOLDER --data DATA      a trial run on a CPU
 
@@ -16,12 +16,10 @@ holds such files, the stages go on from there. The machine needs torch, Triton, 
 and jinja2.
 """
 
-import argparse
 import hashlib
 import json
 import lzma
 import shutil
-import sys
 import tarfile
 import threading
 import time
@@ -29,7 +27,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Annotated, Any, Literal, get_args
 
 from bough.bench.runner import PLAIN, Result
 from bough.config import EngineConfig, SpecConfig
@@ -38,12 +36,15 @@ from bough.models.spec import ModelSpec
 from bough.session.loading import load_session
 from bough.train.draft_model import DraftModel, new_spec
 from bough.train.shards import pack_shards, read_shard, shard_files
+from workshop.case import case
 from workshop.gpu.stages import Stages
+from workshop.report import Report
 
 STOPPED = 3  # of workshop/training/draft.py
 MOST_BYTES = 16 << 20  # of a file in --out
 MOST_PARAMETERS = 30_000_000
-STAGES = ("split", "join", "answers", "train", "measure")
+Stage = Literal["split", "join", "answers", "train", "measure"]
+STAGES = get_args(Stage)
 
 
 @dataclass(frozen=True)
@@ -84,8 +85,27 @@ TOY = Sizes(
 TOY_PROMPTS = ("Count to ten.", "What is 3 + 4?", "def add(a, b):", "Name a colour.") * 2
 
 
+@dataclass(frozen=True)
+class Options:
+    work: Annotated[Path, "on the machine, kept between commands"]
+    out: Annotated[Path, "what comes back"]
+    model: Annotated[Path | None, "a file to split, or to use as it is"] = None
+    part_mib: float = 50
+    carried: Annotated[Path | None, "folder of files that came back from an earlier session"] = None
+    prompts: Annotated[Path | None, "JSONL, as workshop/training/prompts.py writes it"] = None
+    data: Annotated[Path | None, "folder of the suites"] = None
+    seconds: Annotated[float, "for all stages of this command"] = 570
+    answer_seconds: float = 200
+    train_seconds: float = 300
+    pack_seconds: float = 60
+    processes: int = 2
+    device: str = "cuda"
+    toy: Annotated[bool, "everything small, on a CPU"] = False
+    compile: Annotated[Path | None, "compile this model's kernels, and nothing else"] = None
+
+
 class Pair(Stages):
-    def __init__(self, options: argparse.Namespace):
+    def __init__(self, options: Options):
         self.work, self.out = options.work, options.out
         (self.work / "logs").mkdir(parents=True, exist_ok=True)
         self.out.mkdir(parents=True, exist_ok=True)
@@ -203,16 +223,8 @@ def answers(pair: Pair) -> bool:
     if not pair.options.toy:
         compile_kernels(pair)
     begun = time.perf_counter()
-    command = [
-        "workshop/training/draft.py",
-        pair.target,
-        "--prompts",
-        prompts,
-        "-o",
-        pair.answers,
-        "--data-only",
-    ]
-    command += ["--n-gen", sizes.n_gen, "--seq", sizes.length, "--temperature", 0.0, 0.8]
+    command = ["training.draft", pair.target, "--prompts", prompts, "--output", pair.answers]
+    command += ["--data-only", "--n-gen", sizes.n_gen, "--seq", sizes.length, "--temperature", 0.0, 0.8]
     command += ["--answer-minutes", pair.options.answer_seconds / 60, "--device", pair.device]
     command += ["--events", pair.work / "logs" / "events.jsonl"]
     processes = {
@@ -236,7 +248,7 @@ def answers(pair: Pair) -> bool:
 def compile_kernels(pair: Pair) -> None:
     """Compile all kernels at once, on all cores: each process would compile them one by one."""
     failed = pair.failed
-    script = ("workshop/gpu/real_pair.py", "answers", "--compile", pair.target)
+    script = ("gpu.real_pair", "answers", "--compile", pair.target)
     process = pair.start("compile", *script, "--work", pair.work, "--out", pair.out)
     pair.wait({"compile": process}, reserve=pair.left - 90)
     pair.failed = failed  # what is not compiled now is compiled when it is needed
@@ -267,19 +279,11 @@ def train(pair: Pair) -> bool:
     parameters = sum(each.numel() for each in DraftModel(spec).parameters())
     assert parameters <= MOST_PARAMETERS, parameters
     pair.log("draft", parameters=parameters, shape=repr(shape), **tokens_of(pair))
-    command = [
-        "workshop/training/draft.py",
-        pair.target,
-        "--tokens",
-        pair.tokens,
-        "-o",
-        pair.draft,
-        "--resume",
-    ]
-    command += ["--layers", shape.layers, "--kv-heads", shape.kv_heads, "--block", shape.block]
+    command = ["training.draft", pair.target, "--tokens", pair.tokens, "--output", pair.draft]
+    command += ["--resume", "--layers", shape.layers, "--kv-heads", shape.kv_heads, "--block", shape.block]
     command += ["--feed-forward", shape.feed_forward, "--head-tokens", sizes.head_tokens]
     command += ["--batch", sizes.batch, "--anchors", sizes.anchors, "--seq", sizes.length]
-    command += ["--minutes", pair.options.train_seconds / 60, "--save-every", sizes.save_every]
+    command += ["--minutes", pair.options.train_seconds / 60, "--checkpoint-minutes", sizes.save_every]
     command += ["--portable", pair.portable, "--gguf", "--no-vocabulary", "--device", pair.device]
     command += ["--events", pair.out / "results.jsonl"]
     process = pair.start("train", *command)
@@ -314,10 +318,10 @@ def measure(pair: Pair) -> bool:
     ]
     good = True
     for name, suites, own, temperatures in runs:
-        command = ["workshop/acceptance.py", "--model", pair.target, "--data", pair.options.data, *own]
+        command = ["acceptance", "--model", pair.target, "--data", pair.options.data, *own]
         command += ["--suites", suites, "--temperature", *temperatures, "--n-gen", sizes.measured_tokens]
         command += ["--label", name, "--device", pair.device, "--max-ctx", 2048 if sizes is FULL else 512]
-        command += ["--lines", lines / f"{name}.jsonl", "--results", pair.work / "logs" / "rows.jsonl"]
+        command += ["--lines", lines / f"{name}.jsonl", "--out", pair.work / "logs" / "rows.jsonl"]
         good &= pair.wait({name: pair.start(name, *command)}, reserve=8)
         if pair.left < 15:
             break
@@ -386,29 +390,8 @@ def _row(
     }
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("stages", nargs="+", choices=STAGES)
-    parser.add_argument("--model", type=Path, help="a file to split, or to use as it is")
-    parser.add_argument("--part-mib", type=float, default=50)
-    parser.add_argument("--work", type=Path, required=True, help="on the machine, kept between commands")
-    parser.add_argument("--out", type=Path, required=True, help="what comes back")
-    parser.add_argument("--carried", type=Path, help="folder of files that came back from an earlier session")
-    parser.add_argument("--prompts", type=Path, help="JSONL, as workshop/training/prompts.py writes it")
-    parser.add_argument("--data", type=Path, help="folder of the suites")
-    parser.add_argument("--seconds", type=float, default=570, help="for all stages of this command")
-    parser.add_argument("--answer-seconds", type=float, default=200)
-    parser.add_argument("--train-seconds", type=float, default=300)
-    parser.add_argument("--pack-seconds", type=float, default=60)
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--toy", action="store_true", help="everything small, on a CPU")
-    parser.add_argument("--compile", type=Path, help=argparse.SUPPRESS)
-    return parser.parse_args(arguments)
-
-
-def main() -> int:
-    options = parse()
+@case()
+def main(report: Report, stages: Sequence[Stage], options: Options) -> bool:
     if options.compile is not None:
         speculation = SpecConfig(budget=15, lookup=False)  # steps of as many rows as answers are made with
         load_session(
@@ -416,20 +399,16 @@ def main() -> int:
             EngineConfig(max_ctx=FULL.length, parallel=64, speculation=speculation),
             graphs=False,
         )
-        return 0
+        return False
     pair = Pair(options)
     pair.use_carried()
     work = {"split": split, "join": join, "answers": answers, "train": train, "measure": measure}
     try:
         for stage in STAGES:
-            if stage in options.stages and not work[stage](pair):
+            if stage in stages and not work[stage](pair):
                 pair.failed = True
                 break
     finally:
         pair.keep_facts()
-    print("FAIL" if pair.failed else "PASS", f"{options.seconds - pair.left:.0f} s", flush=True)
-    return int(pair.failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    print("FAIL" if pair.failed else "PASS", f"{report.spent:.0f} s", flush=True)
+    return pair.failed

@@ -1,15 +1,12 @@
 """Times the small kernels of a step on a GPU, alone and between the matmuls.
 
-    PYTHONPATH=src:. python workshop/gpu/rows.py --out rows.jsonl
+    python -m workshop gpu.rows --out rows.jsonl
 
 tests/gpu/test_norm_rope.py and test_partial_sums.py check them.
 """
 
-import argparse
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -17,10 +14,10 @@ from bough.kernels.norm_rope import cuda as norm_cuda
 from bough.kernels.norm_rope import triton_kernels as norm_triton
 from bough.kernels.quant_matmul import PackedRows, PartialSums, cuda, pack_rows
 from tests.gpu.inputs import DELTA_DIM, DEVICE, EPS, FEED_FORWARD, VALUE_HEADS, WIDTH
+from workshop.case import case
 from workshop.gpu.matmul import model_steps
-from workshop.gpu.report import Report, graph_ms
+from workshop.report import Report, graph_ms
 
-SECONDS = 75  # after which no further part begins
 DELTA_WIDTH = VALUE_HEADS * DELTA_DIM  # of a delta layer's output
 
 
@@ -139,17 +136,10 @@ def time_between(report: Report) -> None:
         torch.cuda.empty_cache()
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path)
-    report = Report(parser.parse_args().out, SECONDS)
+@case(seconds=75)
+def main(report: Report) -> None:
     torch.manual_seed(0)
     print(torch.cuda.get_device_name(), "torch", torch.__version__, flush=True)
     with torch.inference_mode():
         for part in (time_between, time_rows):
             report.part(part)
-    return int(report.failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

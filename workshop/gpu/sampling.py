@@ -1,15 +1,12 @@
 """Times sampling, ranking, tree building and acceptance on a GPU.
 
-    PYTHONPATH=src:. python workshop/gpu/sampling.py --out sampling.jsonl
+    python -m workshop gpu.sampling --out sampling.jsonl
 
 tests/gpu/test_sampling.py and test_tree.py check them.
 """
 
-import argparse
 import itertools
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import triton
@@ -25,7 +22,8 @@ from bough.kernels.sampling import (
 from bough.kernels.tree import Correction, accept_path, best_tree
 from tests.gpu.inputs import DEVICE
 from tests.gpu.sampling_inputs import FILTERS, VOCABULARY, random_logits, random_tree, set_request
-from workshop.gpu.report import Report, graph_ms
+from workshop.case import case
+from workshop.report import Report, graph_ms
 
 
 def measure(run: Callable[[int], object], buffers: int) -> float:
@@ -139,15 +137,8 @@ def time_launches(report: Report) -> None:
         setattr(launch, name, chosen_value)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path)
-    report = Report(parser.parse_args().out)
+@case()
+def main(report: Report) -> None:
     print(torch.cuda.get_device_name(), torch.__version__, triton.__version__, flush=True)
     for part in (time_sampling, time_trees, time_kernels, time_launches):
         report.part(part)
-    return int(report.failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """Measures how long a start takes on a GPU, by phase, and whether the first answer is as fast as the tenth.
 
-    PYTHONPATH=src:. python workshop/gpu/start.py --out start.jsonl [--folder DIR] [--disk DIR]
+    python -m workshop gpu.start --out start.jsonl [--folder DIR] [--disk DIR]
 
 Each start is a process of its own: the small pair with empty caches and again, a grown 27B from the page
 cache with its kernels not yet compiled and again. --folder: target.gguf and draft.gguf of 27B shapes, in the
@@ -8,19 +8,20 @@ page cache; without it they are grown, in memory. --disk: a folder on a disk, to
 start from a cold file. --device cpu --only small is a trial run.
 """
 
-import argparse
 import json
 import logging
 import os
 import shutil
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from workshop.case import case, command, environment
+from workshop.report import Report
 
 FIRST_EVER_S, READY_S, COLD, SLOWER = 25.0, 10.0, 1.3, 0.05  # what is asked for
 ANSWERS, TOKENS = 10, 64
@@ -28,7 +29,7 @@ PROMPT = "Write a Python function that returns the sum of the even numbers of a 
 _PIECE = 64 << 20
 
 
-def start(options: argparse.Namespace) -> dict[str, Any]:
+def start(target: Path, draft: Path, device: str, began: float, shortlist: int | None) -> dict[str, Any]:
     """Load a model in this process and answer ten times; `began`: when the process was started."""
     import torch
 
@@ -36,11 +37,11 @@ def start(options: argparse.Namespace) -> dict[str, Any]:
     from bough.session.loading import load_session
     from tests.gpu.texts import generate
 
-    facts: dict[str, Any] = {"imports_s": time.time() - options.began}
+    facts: dict[str, Any] = {"imports_s": time.time() - began}
     # Why kernels were not compiled ahead.
     logging.basicConfig(level=logging.WARNING)
     logging.getLogger("bough.kernels.runtime.ahead").setLevel(logging.DEBUG)
-    on_gpu, late, peak = options.device == "cuda", watch_compiler(), None
+    on_gpu, late, peak = device == "cuda", watch_compiler(), None
     if on_gpu:
         from tests.gpu.device_memory import PeakMemory
 
@@ -48,14 +49,14 @@ def start(options: argparse.Namespace) -> dict[str, Any]:
         peak = PeakMemory()
         peak.__enter__()
     compiled: list[int] = []
-    draft = DraftConfig(options.draft, shortlist=options.shortlist)
-    config = EngineConfig(options.device, draft=draft, prefix_cache=0)
-    session = load_session(options.target, config, compiling=lambda done, total: compiled.append(total))
-    facts |= {"ready_s": time.time() - options.began, "phases_s": dict(session.load_seconds)}
+    proposing = DraftConfig(draft, shortlist=shortlist)
+    config = EngineConfig(device, draft=proposing, prefix_cache=0)
+    session = load_session(target, config, compiling=lambda done, total: compiled.append(total))
+    facts |= {"ready_s": time.time() - began, "phases_s": dict(session.load_seconds)}
     facts["compiled_ahead"] = compiled[-1] if compiled else 0
     facts["compiled_late"] = sorted(late(before_capture=session.load_seconds.get("capturing", 0.0)))
     answers = [generate(session, PROMPT, max_tokens=TOKENS).stats]
-    facts["answered_s"] = time.time() - options.began
+    facts["answered_s"] = time.time() - began
     answers += [generate(session, PROMPT, max_tokens=TOKENS).stats for _ in range(ANSWERS - 1)]
     facts["compiled_in_answers"] = sorted(late(before_capture=0.0))
     facts["acceptance"] = [stats.acceptance_length for stats in answers]
@@ -114,11 +115,10 @@ class Starts:
             "CUDA_CACHE_PATH": str(self._scratch / "cuda"),
             "XDG_CACHE_HOME": str(self._scratch / "cache"),
         }
-        command = [sys.executable, __file__, "--target", str(target), "--draft", str(draft)]
-        command += ["--device", self._device, "--began", str(time.time())]
-        command += ["--shortlist", str(shortlist)] if shortlist else []
+        line = command("gpu.start", "--target", target, "--draft", draft, "--device", self._device)
+        line += ["--began", str(time.time()), *(["--shortlist", str(shortlist)] if shortlist else [])]
         done = subprocess.run(
-            command, env={**os.environ, **caches}, stdout=subprocess.PIPE, text=True, timeout=170, check=True
+            line, env=environment() | caches, stdout=subprocess.PIPE, text=True, timeout=170, check=True
         )
         facts = json.loads(done.stdout.splitlines()[-1])
         self._report.time(name, **rounded(facts))
@@ -196,58 +196,41 @@ def drop(path: Path) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def measure(options: argparse.Namespace) -> int:
+@case(seconds=170)
+def main(
+    report: Report,
+    *,
+    only: Annotated[str, "parts"] = "small,large",
+    shape: Annotated[str, "of the large model: 27b, or double for a trial"] = "27b",
+    folder: Path | None = None,
+    disk: Path | None = None,
+    target: Annotated[Path | None, "start this one, and nothing else"] = None,
+    draft: Path | None = None,
+    shortlist: Annotated[int | None, "another start of the 27B, drafts that rank this many tokens"] = None,
+    began: float = 0.0,
+) -> None:
+    if target is not None and draft is not None:
+        print(json.dumps(start(target, draft, report.device, began, shortlist)), flush=True)
+        return
     import torch
 
-    from bough.bench.machine import head
-    from workshop.gpu.report import Report
     from workshop.grow.grow import grow
 
-    report = Report(options.out, options.seconds, options.device)
-    settings = {"torch": torch.__version__, "tokens": TOKENS, "shape": options.shape}
-    report.write(**head(settings, "workshop/gpu/start.py"))
+    settings = {"torch": torch.__version__, "tokens": TOKENS, "shape": shape}
+    report.write(**report.head() | {"settings": settings})
     memory = Path("/dev/shm")
     scratch = Path(tempfile.mkdtemp(dir=memory if memory.is_dir() else None, prefix="bough-start-"))
-    begin = Starts(report, scratch, options.device)
+    begin = Starts(report, scratch, report.device)
     try:
         report.part(lambda report: small(report, begin))
-        if "large" in options.only:
-            folder = options.folder or scratch
-            if options.folder is None:
+        if "large" in only:
+            grown = folder or scratch
+            if folder is None:
                 clock = time.perf_counter()
-                grow(scratch, options.shape, force=True)
+                grow(scratch, shape, force=True)
                 report.log("grown", seconds=round(time.perf_counter() - clock, 1))
-            report.part(lambda report: large(report, begin, folder, options.shortlist), needs=30)
-            if options.disk is not None:
-                report.part(lambda report: cold(report, begin, folder, options.disk), needs=60)
+            report.part(lambda report: large(report, begin, grown, shortlist), needs=30)
+            if disk is not None:
+                report.part(lambda report: cold(report, begin, grown, disk), needs=60)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    return int(report.failed)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--seconds", type=float, default=170)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--only", default="small,large", help="parts")
-    parser.add_argument("--shape", default="27b", help="of the large model: 27b, or double for a trial")
-    parser.add_argument("--folder", type=Path)
-    parser.add_argument("--disk", type=Path)
-    for name in ("--target", "--draft"):
-        parser.add_argument(name, type=Path, help=argparse.SUPPRESS)
-    parser.add_argument(
-        "--shortlist", type=int, help="another start of the 27B, drafts that rank this many tokens"
-    )
-    parser.add_argument("--began", type=float, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.target is None:
-        return measure(options)
-    print(json.dumps(start(options)), flush=True)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

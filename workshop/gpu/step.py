@@ -1,27 +1,20 @@
 """Times whole steps on a GPU, and the parts of a 27B step; tests/gpu/test_text.py checks texts.
 
-    PYTHONPATH=src:. python workshop/gpu/step.py --out step.jsonl [--seconds 150]
+    python -m workshop gpu.step --out step.jsonl [--seconds 150]
 
 The large models are grown meanwhile, by another process on other cores. --device cpu --only small is a trial
 run.
 """
 
-import argparse
+import contextlib
 import itertools
-import json
 import logging
-import multiprocessing
-import os
+import math
 import shutil
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
-import traceback
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 
@@ -32,10 +25,9 @@ from bough.engine.sampler import SamplingParams
 from bough.session.loading import load_session
 from bough.session.session import Session
 from tests.gpu.texts import TREE, ExpectedText, divergence, embedded_pair, expected_texts, generate
-from workshop.gpu.report import Report
-from workshop.grow.grow import grow
-
-GROWING_CORES = 12
+from workshop.case import case
+from workshop.gpu.stages import about_device, growing, guarded, run_parts, scratch_folder, wait_for_model
+from workshop.report import Report
 
 
 def load(
@@ -218,105 +210,30 @@ def exact_large(report: Report) -> None:
     report.log("grown, speed-up", tree_over_plain=round(speeds["tree"] / speeds["plain"], 3))
 
 
-def guarded(report: Report, name: str, work: Callable[[], Any]) -> None:
-    try:
-        work()
-    except Exception:
-        traceback.print_exc()
-        report.check(name, False)
-
-
-def scratch_folder() -> Path:
-    """Return a folder in memory, if there is room for both large models, else on disk."""
-    memory = Path("/dev/shm")
-    roomy = memory.is_dir() and shutil.disk_usage(memory).free > 45e9
-    return (memory if roomy else Path(tempfile.gettempdir())) / "bough-step"
-
-
-def write_models(folder: Path, shape: str, cores: int) -> None:
-    """Grow both models on the last `cores` cores, away from those that drive the GPU."""
-    every = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, every[-cores:])
-    for name in ("random", "exact"):
-        begin = time.perf_counter()
-        part = folder / f"{name}.part"
-        grown = grow(part, shape, random=name == "random", force=True)
-        facts = {"seconds": round(time.perf_counter() - begin, 1), "bytes": grown.bytes}
-        (part / "facts.json").write_text(json.dumps(facts))
-        part.rename(folder / name)
-
-
-def wait_for_model(report: Report, name: str) -> Path:
-    """Return the folder of a model once it is written."""
-    folder = report.folder / name
-    while not folder.exists():
-        if report.left < 15:
-            raise TimeoutError(f"the {name} model is not written yet, and no time is left")
-        time.sleep(0.2)
-    report.log(f"grew the {name} 27b", **json.loads((folder / "facts.json").read_text()))
-    return folder
-
-
 PARTS = {"small": (small, 20.0), "random": (random_large, 40.0), "exact": (exact_large, 30.0)}
 
 
-def orchestrate(options: argparse.Namespace) -> int:
-    """Run each part in its own process, so that a CUDA error ends one part only."""
-    begin, folder, writer = time.perf_counter(), scratch_folder(), None
-    chosen = options.only.split(",")
-    if options.out:
-        options.out.unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    if {"random", "exact"} & set(chosen):
-        cores = max(1, min(GROWING_CORES, len(os.sched_getaffinity(0)) - 3))
-        context = multiprocessing.get_context("spawn")
-        writer = context.Process(target=write_models, args=(folder, options.shape, cores), daemon=True)
-        writer.start()
-    failed = 0
-    try:
-        for name in chosen:
-            left = options.seconds - (time.perf_counter() - begin)
-            command = [sys.executable, __file__, "--part", name, "--seconds", str(left)]
-            command += ["--device", options.device, "--folder", str(folder)]
-            command += ["--out", str(options.out)] if options.out else []
-            try:
-                failed |= subprocess.run(command, timeout=max(5.0, left + 20)).returncode
-            except subprocess.TimeoutExpired:
-                print("FAIL", name, "took too long", flush=True)
-                failed = 1
-    finally:
-        if writer is not None and writer.is_alive():
-            writer.kill()
-        shutil.rmtree(folder, ignore_errors=True)
-    print("FAIL" if failed else "PASS", "in all", flush=True)
-    return int(bool(failed))
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--seconds", type=float, default=150)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--only", default="small,random,exact", help="parts, in their order")
-    parser.add_argument("--shape", default="27b", help="of the large models: 27b, or double for a trial")
-    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.part is None:
-        return orchestrate(options)
+@case(seconds=150)
+def main(
+    report: Report,
+    *,
+    only: Annotated[str, "parts, in their order"] = "small,random,exact",
+    shape: Annotated[str, "of the large models: 27b, or double for a trial"] = "27b",
+    part: Literal["small", "random", "exact"] | None = None,
+    folder: Path | None = None,
+) -> None:
+    if part is None:
+        scratch, names = scratch_folder(), only.split(",")
+        if report.out:
+            report.out.write_text("")
+        large = [name for name in names if name != "small"]
+        with growing(scratch, shape, large) if large else contextlib.nullcontext():
+            run_parts(report, "gpu.step", dict.fromkeys(names, math.inf), "--folder", scratch)
+        return
     # A traceback where graphs could not be captured.
     logging.basicConfig(level=logging.WARNING)
     logging.getLogger("bough.engine.runner").setLevel(logging.DEBUG)
-    report = Report(options.out, options.seconds, options.device, options.folder)
-    facts = {"torch": torch.__version__, "folder": str(options.folder)}
-    if options.device == "cuda":
-        facts["gpu"] = torch.cuda.get_device_name()
-    report.log(options.part, **facts)
-    run, needs = PARTS[options.part]
+    report.folder = folder or Path()
+    report.log(part, folder=str(folder), **about_device(report))
+    run, needs = PARTS[part]
     report.part(run, needs=needs)
-    return int(report.failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """Where the time of several users goes: requests side by side in one engine, without a server.
 
-    PYTHONPATH=src:. python workshop/gpu/users.py --data DIR --target GGUF --draft GGUF --out FILE
+    python -m workshop gpu.users --data DIR --target GGUF --draft GGUF --out FILE
         [--users 1 4 8 16] [--seconds 2.5] [--suites mbpp gsm8k math500]
 
 Every user asks one prompt after the other. For each number of users: tokens a second in all, tokens and
@@ -8,7 +8,6 @@ milliseconds a step, rows of a step and how many of them read prompts, and the p
 `verify_ms` on the device, the others on the host.
 """
 
-import argparse
 import itertools
 import statistics
 import time
@@ -16,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from bough.bench.suites import load
 from bough.config import DraftConfig, EngineConfig
@@ -25,9 +24,9 @@ from bough.engine.runner import Accepted, Forward, StepTimes, Verify
 from bough.engine.sequence import Request
 from bough.session.loading import load_session
 from bough.session.requests import TextRequest
-from tests.gpu.texts import embedded_pair
+from workshop.case import DRAFT, TARGET, case
 from workshop.gpu.exact import GREEDY
-from workshop.gpu.report import Report
+from workshop.report import Report
 
 
 class Watch:
@@ -104,51 +103,46 @@ def run(engine: Engine, requests: Iterator[Request], users: int, seconds: float)
     return tokens, steps
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder of the suites")
-    parser.add_argument("--target", type=Path, default=embedded_pair()[0])
-    parser.add_argument("--draft", type=Path, default=embedded_pair()[1])
-    parser.add_argument("--suites", nargs="+", default=["humaneval", "gsm8k", "mbpp", "math500"])
-    parser.add_argument("--users", type=int, nargs="+", default=[1, 4, 8, 16])
-    parser.add_argument("--seconds", type=float, default=2.5)
-    parser.add_argument("--n-gen", type=int, default=256)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args()
-    report = Report(options.out, device=options.device)
+@case()
+def main(
+    report: Report,
+    *,
+    data: Annotated[Path, "folder of the suites"],
+    target: Path = TARGET,
+    draft: Path = DRAFT,
+    suites: Sequence[str] = ("humaneval", "gsm8k", "mbpp", "math500"),
+    users: Sequence[int] = (1, 4, 8, 16),
+    seconds: float = 2.5,
+    n_gen: int = 256,
+) -> None:
     config = EngineConfig(
-        options.device,
+        report.device,
         max_ctx=4096,
-        draft=DraftConfig(options.draft),
+        draft=DraftConfig(draft),
         prefix_cache=0,
-        parallel=max(options.users),
+        parallel=max(users),
     )
-    session = load_session(options.target, config)
+    session = load_session(target, config)
     engine, stops = session.engine, session.tokenizer.stop_ids
     while engine.runner.capture_next():
         pass
     report.log("loaded and captured")
-    suites = [load(name, 60, data=options.data, offline=True) for name in options.suites]
-    prompts = [prompt for group in zip(*suites, strict=False) for prompt in group]
+    loaded = [load(name, 60, data=data, offline=True) for name in suites]
+    prompts = [prompt for group in zip(*loaded, strict=False) for prompt in group]
     requests = (
-        Request(ids, options.n_gen, GREEDY, stops, may_stop=False)
+        Request(ids, n_gen, GREEDY, stops, may_stop=False)
         for ids in itertools.cycle(
             [session.encode(TextRequest(messages=list(prompt.messages))) for prompt in prompts]
         )
     )
     watch = Watch(engine)
-    for users in options.users:
-        run(engine, requests, users, options.seconds / 2)
+    for count in users:
+        run(engine, requests, count, seconds / 2)
         watch.clear()
         begin = time.perf_counter()
-        tokens, steps = run(engine, requests, users, options.seconds)
-        seconds = time.perf_counter() - begin
-        facts = {"users": users, "tok_s": round(tokens / seconds, 1), "steps": len(steps)}
+        tokens, steps = run(engine, requests, count, seconds)
+        spent = time.perf_counter() - begin
+        facts = {"users": count, "tok_s": round(tokens / spent, 1), "steps": len(steps)}
         facts |= {"tokens_a_step": round(tokens / len(steps), 2)}
         facts |= {"step_ms": round(1000 * statistics.median(steps), 2)}
         report.log("users", **facts, longest_ms=round(1000 * max(steps), 1), **watch.facts(len(steps)))
-
-
-if __name__ == "__main__":
-    main()

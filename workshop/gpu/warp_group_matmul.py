@@ -1,6 +1,6 @@
 """Times matmuls of few rows by warp-group mma beside those by mma of single warps, on a Hopper card.
 
-    PYTHONPATH=src:. python workshop/gpu/warp_group_matmul.py --out FILE [--types Q4_K Q6_K]
+    python -m workshop gpu.warp_group_matmul --out FILE [--types Q4_K Q6_K]
 
 Each of a block's eight warps reads all rows of x from shared memory for its 16 rows of weights, which bounds
 steps of 32 rows and more; a warp group's mma reads them once for 64 rows (kernels/quant_matmul/group.cu).
@@ -9,13 +9,10 @@ of its bytes at 4.4 TB/s. Checks that sums do not depend on the number of rows, 
 bits of those by single warps (`bits_of_warps`): then some numbers of rows may have the one, others the other.
 """
 
-import argparse
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -27,7 +24,8 @@ from bough.kernels.quant_matmul import BUCKETS, PackedRows, PackedWeight, cuda, 
 from bough.kernels.quant_matmul.tiling import Tiling
 from bough.kernels.runtime.device import card_of
 from tests.gpu.inputs import DEVICE
-from workshop.gpu.report import Report
+from workshop.case import case
+from workshop.report import Report
 
 SHAPES = ((34816, 5120), (5120, 17408), (12800, 5120), (5120, 6144))
 STAGES = range(1, 5)
@@ -96,22 +94,12 @@ def measure(report: Report, type: QuantType, shape: tuple[int, int]) -> None:
         report.check(f"{type.name} {shape}", error < MOST_ERROR and same, **facts)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--types", nargs="+", default=TYPES)
-    parser.add_argument("--seconds", type=float, default=120)
-    options = parser.parse_args()
-    report = Report(options.out, options.seconds)
-    for name in options.types:
+@case(seconds=120)
+def main(report: Report, *, types: Sequence[str] = TYPES) -> None:
+    for name in types:
         for shape in SHAPES:
 
             def work(report: Report, name: str = name, shape: tuple[int, int] = shape) -> None:
                 measure(report, QuantType[name], shape)
 
             report.part(work, needs=5)
-    return int(report.failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -31,18 +31,18 @@ if [[ $PARTS == *target* ]]; then
   echo "commit $COMMIT, pair $(sha256sum $PAIR/target.gguf $PAIR/draft.gguf | cut -c1-16 | paste -sd ' ')"
   compared=()
   if [[ -d $WORK/benchmarks ]]; then compared=(--benchmarks "$WORK/benchmarks"); fi
-  stage vocabulary 30 python -m workshop.training.tokenizer --model $PAIR/target.gguf --work "$WORK"
-  stage data 120 python -m workshop.training.prepare --corpus "$WORK/text.jsonl.xz" --work "$WORK" --seed 2 \
+  stage vocabulary 30 python -m workshop training.tokenizer --model $PAIR/target.gguf --work "$WORK"
+  stage data 120 python -m workshop training.prepare --corpus "$WORK/text.jsonl.xz" --work "$WORK" --seed 2 \
     --budget-tokens 80000000 --instruct-tokens 0.35 --prompts 20000 "${compared[@]}"
   cp "$WORK/prepare.json" "$OUT"
-  stage target $((LIMIT / 2)) python -m workshop.training.pretrain --work "$WORK" --minutes "$MINUTES" --seq 768 \
+  stage target $((LIMIT / 2)) python -m workshop training.pretrain --work "$WORK" --minutes "$MINUTES" --seq 768 \
     --lr 1.5e-3 --instruct-share 0.5 --seed 2 --continue-from $PAIR/target.gguf
   cp "$WORK/pretrain.json" "$OUT"
   stage file 60 python -c "from pathlib import Path; from bough.convert.convert import convert; \
 print(convert(Path('$WORK/Bough-40M'), Path('$WORK/target.gguf'), mix='q4_k_m').bytes, 'bytes')"
   split -b 15M -d "$WORK/target.gguf" "$OUT/target.gguf."
   if [[ -d $WORK/benchmarks ]]; then
-    stage loops 60 python -m workshop.loops --data "$WORK/benchmarks" --model "$WORK/target.gguf" \
+    stage loops 60 python -m workshop loops --data "$WORK/benchmarks" --model "$WORK/target.gguf" \
       --most "$MOST" --texts "$OUT/loops.jsonl"
   fi
 fi
@@ -52,12 +52,12 @@ if [[ $PARTS == *draft* ]]; then
   left=$((LIMIT - SECONDS))
   answering=$(python -c "print(max(0.5, 0.4 * $left / 60))")
   rm -rf "$WORK/draft"
-  stage answers $((left / 2)) python -m workshop.training.draft "$WORK/target.gguf" --prompts "$WORK/prompts.jsonl" \
-    -o "$WORK/draft" --n-gen 256 --data-only --stop-after "$answering"
+  stage answers $((left / 2)) python -m workshop training.draft "$WORK/target.gguf" --prompts "$WORK/prompts.jsonl" \
+    --output "$WORK/draft" --n-gen 256 --data-only --stop-after "$answering"
   left=$((LIMIT - SECONDS))
   training=$(python -c "print(min(4.0, max(0.5, ($left - 35) / 60)))")
-  stage draft "$left" python -m workshop.training.draft "$WORK/target.gguf" --tokens "$WORK/draft/tokens" \
-    -o "$WORK/draft" --minutes "$training" --lr 1e-3 --gguf --continue-from $PAIR/draft.gguf
+  stage draft "$left" python -m workshop training.draft "$WORK/target.gguf" --tokens "$WORK/draft/tokens" \
+    --output "$WORK/draft" --minutes "$training" --lr 1e-3 --gguf --continue-from $PAIR/draft.gguf
   cp "$WORK/draft/draft-q8_0.gguf" "$WORK/draft/training.json" "$OUT"
 fi
 echo "done after $SECONDS s"

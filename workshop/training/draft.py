@@ -1,69 +1,48 @@
 """Stage 5: trains the draft of the pair. Like `bough train`, with plain log lines.
 
-    python -m workshop.training.draft TARGET.gguf --prompts workshop/training/work/prompts.jsonl --data-only
-    python -m workshop.training.draft TARGET.gguf --prompts workshop/training/work/prompts.jsonl --minutes 8
+    python -m workshop training.draft TARGET.gguf --prompts workshop/training/work/prompts.jsonl --data-only
+    python -m workshop training.draft TARGET.gguf --prompts workshop/training/work/prompts.jsonl --minutes 8
     ... --minutes 24 --stop-after 9    then the same with --resume
 
 Writes tokens/, checkpoint.pt and at the end model.safetensors, config.json and training.json into --output.
 Needs torch, numpy, safetensors, tokenizers and jinja2; one process, or several under torchrun.
 """
 
-import argparse
 import json
 import signal
-import sys
 import time
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from bough.train.draft_data import Regeneration
 from bough.train.draft_eval import Evaluation
 from bough.train.draft_run import Job, train_draft
 from bough.train.draft_settings import Event, Saved, TrainConfig, TrainingProgress
+from workshop.case import case
+from workshop.report import Report
 
 EVERY_S = 10.0  # between progress lines
 STOPPED = 3  # exit code: ended before it was done, `--resume` goes on
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("target", type=Path)
-    parser.add_argument("--output", "-o", type=Path, default=Path("workshop/training/work/draft"))
-    parser.add_argument("--prompts", type=Path)
-    parser.add_argument("--tokens", type=Path, help="outputs of an earlier run, instead of prompts")
-    parser.add_argument("--data-only", action="store_true", help="generate the outputs, do not train")
-    parser.add_argument("--answer-minutes", type=float, help="train on what was answered in this time")
-    parser.add_argument("--part", default="0/1", help="I/N, with --data-only: of N processes, the I-th")
-    parser.add_argument("--minutes", type=float)
-    parser.add_argument("--steps", type=int)
-    parser.add_argument("--stop-after", type=float, help="minutes; writes a checkpoint for --resume")
-    parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--continue-from", type=Path, help="draft whose weights to start with")
-    parser.add_argument("--seq", type=int, default=512)
-    parser.add_argument("--n-gen", type=int, default=384)
-    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 0.8])
-    parser.add_argument("--top-p", type=float, default=0.95)
-    parser.add_argument("--kind", choices=["dflash", "dflash2", "mtp"], default="dflash")
-    parser.add_argument("--rank", type=int, default=64, help="of a dflash2 draft's selector")
-    parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--kv-heads", type=int)
-    parser.add_argument("--feed-forward", type=int)
-    parser.add_argument("--block", type=int, default=16)
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--anchors", type=int, default=128)
-    parser.add_argument("--lr", type=float)
-    parser.add_argument("--optimiser", choices=["muon", "adamw"], default="muon")
-    parser.add_argument("--loss", choices=["dpace", "decay"], default="dpace")
-    parser.add_argument("--head-tokens", type=int, help="that the loss compares; default: all")
-    parser.add_argument("--portable", type=Path, help="folder for checkpoints that can be carried")
-    parser.add_argument("--save-every", type=float, default=2.0, help="minutes between checkpoints")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--gguf", action="store_true")
-    parser.add_argument("--no-vocabulary", dest="vocabulary", action="store_false", help="in that file")
-    parser.add_argument("--events", type=Path, help="file for progress and evaluations as JSON lines")
-    parser.add_argument("--device", default="auto")
-    return parser.parse_args()
+@dataclass(frozen=True)
+class Options:
+    output: Path = Path("workshop/training/work/draft")
+    prompts: Path | None = None
+    tokens: Annotated[Path | None, "outputs of an earlier run, instead of prompts"] = None
+    data_only: Annotated[bool, "generate the outputs, do not train"] = False
+    answer_minutes: Annotated[float | None, "train on what was answered in this time"] = None
+    part: Annotated[str, "I/N, with --data-only: of N processes, the I-th"] = "0/1"
+    stop_after: Annotated[float | None, "minutes; writes a checkpoint for --resume"] = None
+    resume: bool = False
+    continue_from: Annotated[Path | None, "draft whose weights to start with"] = None
+    seq: int = 512
+    n_gen: int = 384
+    temperature: Sequence[float] = (0.0, 0.8)
+    top_p: float = 0.95
+    events: Annotated[Path | None, "file for progress and evaluations as JSON lines"] = None
 
 
 class Log:
@@ -108,51 +87,31 @@ class Log:
                 )
 
 
-def main() -> int:
-    args = arguments()
-    log = Log(args.events)
-    part, parts = map(int, args.part.split("/"))
+@case(device="auto")
+def main(report: Report, target: Path, options: Options, config: TrainConfig) -> int:
+    log = Log(options.events)
+    part, parts = map(int, options.part.split("/"))
     signals: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda caught, _: signals.append(caught))
-    deadline = time.monotonic() + 60 * args.stop_after if args.stop_after else float("inf")
+    deadline = time.monotonic() + 60 * options.stop_after if options.stop_after else float("inf")
     job = Job(
-        target=args.target,
-        folder=args.output,
-        prompts=args.prompts,
-        tokens=args.tokens,
+        target=target,
+        folder=options.output,
+        prompts=options.prompts,
+        tokens=options.tokens,
         regeneration=Regeneration(
-            length=args.seq,
-            max_tokens=args.n_gen,
-            temperatures=tuple(args.temperature),
-            top_p=args.top_p,
-            seed=args.seed,
-            minutes=args.answer_minutes,
+            length=options.seq,
+            max_tokens=options.n_gen,
+            temperatures=tuple(options.temperature),
+            top_p=options.top_p,
+            seed=config.seed,
+            minutes=options.answer_minutes,
         ),
-        config=TrainConfig(
-            kind=args.kind,
-            rank=args.rank,
-            layers=args.layers,
-            kv_heads=args.kv_heads,
-            feed_forward=args.feed_forward,
-            block=args.block,
-            steps=args.steps,
-            minutes=args.minutes,
-            batch=args.batch,
-            anchors=args.anchors,
-            lr=args.lr,
-            optimiser=args.optimiser,
-            loss=args.loss,
-            head_tokens=args.head_tokens,
-            checkpoint_minutes=args.save_every,
-            seed=args.seed,
-            portable=args.portable,
-            gguf=args.gguf,
-            vocabulary=args.vocabulary,
-        ),
-        continue_from=args.continue_from,
-        resume=args.resume,
-        device=args.device,
+        config=config,
+        continue_from=options.continue_from,
+        resume=options.resume,
+        device=report.device,
         part=(part, parts),
     )
     result = train_draft(
@@ -160,11 +119,7 @@ def main() -> int:
         answering=log.answering,
         notify=log.notify,
         cancelled=lambda: bool(signals) or time.monotonic() > deadline,
-        data_only=args.data_only,
+        data_only=options.data_only,
     )
     log.say(f"{'done' if result.finished else 'stopped, continue with --resume'}: {result}")
     return 0 if result.finished else STOPPED
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,12 +1,11 @@
 """Builds the small target's training data from the corpus, installed sources and generators.
 
-    python -m workshop.training.prepare --corpus workshop/training/work/text.jsonl.xz
+    python -m workshop training.prepare --corpus workshop/training/work/text.jsonl.xz
 
 Writes parts/*.bin, instruct.bin, instruct.mask, heldout.bin, prompts.jsonl and prepare.json into --work.
 Tokens are uint16, little-endian; every document ends with <|endoftext|>. The trainer samples parts by weight.
 """
 
-import argparse
 import hashlib
 import json
 import logging
@@ -17,16 +16,18 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from tokenizers import Tokenizer
 
+from workshop.case import case
+from workshop.report import Report
 from workshop.training import corpus, python_code
 from workshop.training.documents import TURN_END, TURN_START
 from workshop.training.shards import HELD_OUT, Encoded, Job, Shard, is_held_out, make_shard, start_worker
@@ -67,6 +68,20 @@ HELD_OUT_TOKENS = 200_000
 log = logging.getLogger("prepare")
 
 
+@dataclass(frozen=True)
+class Options:
+    corpus: Path = WORK / "text.jsonl.xz"
+    work: Path = WORK
+    code_dirs: Annotated[Sequence[Path], "additional folders of Python sources"] = ()
+    math_documents: Annotated[int | None, "default: by the token budget"] = None
+    prompts: int = 40_000
+    budget_tokens: Annotated[int, "training tokens"] = 200_000_000
+    instruct_tokens: Annotated[float, "tokens of the instruction phase, as a share of the budget"] = 0.12
+    benchmarks: Annotated[Path | None, "text that shares 13 words with benchmarks in it is dropped"] = None
+    jobs: int = os.cpu_count() or 1
+    seed: int = 1
+
+
 @dataclass(slots=True)
 class Part:
     """Return a part's training documents, shuffled, and its held-out documents."""
@@ -77,7 +92,7 @@ class Part:
     held_lengths: np.ndarray
 
 
-def plan(options: argparse.Namespace) -> list[Job]:
+def plan(options: Options) -> list[Job]:
     """Return the jobs; independent of the number of processes, and small enough to balance them."""
     jobs = []
     files = python_code.source_files(options.code_dirs)
@@ -214,7 +229,7 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def write(options: argparse.Namespace, shards: list[Shard], tokenizer: Tokenizer) -> dict[str, Any]:
+def write(options: Options, shards: list[Shard], tokenizer: Tokenizer) -> dict[str, Any]:
     """Write all output files; return the record without times."""
     work: Path = options.work
     (work / "parts").mkdir(parents=True, exist_ok=True)
@@ -252,7 +267,7 @@ def write(options: argparse.Namespace, shards: list[Shard], tokenizer: Tokenizer
     return record
 
 
-def inputs(options: argparse.Namespace, shards: list[Shard], jobs: list[Job]) -> dict[str, Any]:
+def inputs(options: Options, shards: list[Shard], jobs: list[Job]) -> dict[str, Any]:
     """Return the hashes of the inputs."""
     templates = hashlib.sha256()
     folder = Path(__file__).parent / "templates"
@@ -271,34 +286,8 @@ def inputs(options: argparse.Namespace, shards: list[Shard], jobs: list[Job]) ->
     }
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--corpus", type=Path, default=WORK / "text.jsonl.xz")
-    parser.add_argument("--work", type=Path, default=WORK)
-    parser.add_argument(
-        "--code-dirs", type=Path, nargs="*", default=[], help="additional folders of Python sources"
-    )
-    parser.add_argument("--math-documents", type=int, help="default: by the token budget")
-    parser.add_argument("--prompts", type=int, default=40_000)
-    parser.add_argument("--budget-tokens", type=int, default=200_000_000, help="training tokens")
-    parser.add_argument(
-        "--instruct-tokens",
-        type=float,
-        default=0.12,
-        help="tokens of the instruction phase, as a share of the budget",
-    )
-    parser.add_argument(
-        "--benchmarks", type=Path, help="folder of benchmarks: text that shares 13 words with them is dropped"
-    )
-    parser.add_argument("--jobs", type=int, default=os.cpu_count())
-    parser.add_argument("--seed", type=int, default=1)
-    return parser.parse_args()
-
-
-def main() -> None:
-    options = arguments()
+@case()
+def main(report: Report, options: Options) -> None:
     logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
     began = time.monotonic()
     jobs = plan(options)
@@ -327,7 +316,3 @@ def main() -> None:
         f"instruct {record['instruct']['tokens']:,} tokens, held out {record['heldout']['tokens']:,} tokens"
     )
     log.info(f"{record['prompts']['count']:,} prompts; {record['seconds']} s in all")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,30 +1,31 @@
 """Stage 3: trains the target on the files of stages 1 and 2 in the work folder, within a time budget.
 
-    python -m workshop.training.pretrain --minutes 9
-    python -m workshop.training.pretrain --benchmark 20    throughput and a profile, writes nothing
-    python -m workshop.training.pretrain --minutes 18 --pause-after 9    then the same with --resume
-    python -m workshop.training.pretrain --minutes 3 --lr 1.5e-3 --continue-from TARGET.gguf
+    python -m workshop training.pretrain --minutes 9
+    python -m workshop training.pretrain --benchmark 20    throughput and a profile, writes nothing
+    python -m workshop training.pretrain --minutes 18 --pause-after 9    then the same with --resume
+    python -m workshop training.pretrain --minutes 3 --lr 1.5e-3 --continue-from TARGET.gguf
 
 Writes Bough-40M/ (a Hugging Face folder), log.jsonl, pretrain.json and every two minutes checkpoint.pt
 into the work folder. Reads prepare.json, the streams it names, instruct.bin, instruct.mask, heldout.bin and
 the tokenizer's files there.
 """
 
-import argparse
 import json
 import math
 import platform
 import shutil
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
 from bough.train.muon import Muon
+from workshop.case import case
+from workshop.report import Report
 from workshop.training.delta import CHUNK, fused_error
 from workshop.training.streams import (
     Streams,
@@ -48,31 +49,26 @@ MAX_EVALUATION_BATCHES = 8
 MAX_KERNEL_ERROR = 0.05
 
 
-def arguments(given: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--work", type=Path, default=Path("workshop/training/work"))
-    parser.add_argument(
-        "--minutes", type=float, default=9.0, help="total budget, start-up and saving included"
-    )
-    parser.add_argument("--pause-after", type=float, help="minutes after which this call stops, for --resume")
-    parser.add_argument("--resume", action="store_true", help="continue from work/checkpoint.pt")
-    parser.add_argument(
-        "--continue-from", type=Path, help="GGUF file of a target whose weights to start with"
-    )
-    parser.add_argument("--instruct-share", type=float, default=0.15, help="share of the time, at the end")
-    parser.add_argument("--batch-tokens", type=int, default=65536)
-    parser.add_argument("--seq", type=int, default=512, help="a multiple of 64")
-    parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--weight-decay", type=float, default=0.1)
-    parser.add_argument("--z-loss", type=float, default=1e-4)
-    parser.add_argument("--layers", type=int, default=TargetConfig().layers)
-    parser.add_argument("--inner", type=int, default=TargetConfig().inner, help="width of the feed-forward")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--chunk", type=int, default=CHUNK, help="tokens in a chunk of the delta rule")
-    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
-    parser.add_argument("--triton", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
-    parser.add_argument("--benchmark", type=int, metavar="STEPS", help="time this many steps, then profile")
-    return parser.parse_args(given)
+@dataclass(frozen=True)
+class Options:
+    work: Path = Path("workshop/training/work")
+    minutes: Annotated[float, "total budget, start-up and saving included"] = 9.0
+    pause_after: Annotated[float | None, "minutes after which this call stops, for --resume"] = None
+    resume: Annotated[bool, "continue from work/checkpoint.pt"] = False
+    continue_from: Annotated[Path | None, "GGUF file of a target whose weights to start with"] = None
+    instruct_share: Annotated[float, "share of the time, at the end"] = 0.15
+    batch_tokens: int = 65536
+    seq: Annotated[int, "a multiple of 64"] = 512
+    lr: float = 3e-3
+    weight_decay: float = 0.1
+    z_loss: float = 1e-4
+    layers: int = TargetConfig().layers
+    inner: Annotated[int, "width of the feed-forward"] = TargetConfig().inner
+    seed: int = 0
+    chunk: Annotated[int, "tokens in a chunk of the delta rule"] = CHUNK
+    compile: bool = torch.cuda.is_available()
+    triton: bool = torch.cuda.is_available()
+    benchmark: Annotated[int, "time this many steps, then profile"] = 0
 
 
 def say(text: str) -> None:
@@ -87,7 +83,7 @@ def rate(share: float) -> float:
 class Pretraining:
     """The training state that checkpoints hold, and the training steps."""
 
-    def __init__(self, options: argparse.Namespace, config: TargetConfig):
+    def __init__(self, options: Options, config: TargetConfig):
         self.options, self.config = options, config
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if options.seq % options.chunk:
@@ -311,7 +307,7 @@ def finish(run: Pretraining) -> None:
     for name in TOKENIZER_FILES:
         shutil.copyfile(options.work / name, folder / name)
     record = {
-        "options": {key: str(value) for key, value in vars(options).items()},
+        "options": {key: str(value) for key, value in asdict(options).items()},
         "shape": asdict(run.config),
         "parameters": sum(parameter.numel() for parameter in run.target.parameters()),
         "steps": run.step,
@@ -359,14 +355,15 @@ def benchmark(run: Pretraining, steps: int) -> None:
     say(profile.key_averages().table(sort_by=order, row_limit=15, max_name_column_width=70))
 
 
-def main(given: Sequence[str] | None = None, shape: TargetConfig | None = None) -> None:
-    """Run the stage; shape: a smaller target, for tests."""
+@case()
+def main(report: Report, options: Options) -> None:
+    run_stage(options, TargetConfig(layers=options.layers, inner=options.inner))
+
+
+def run_stage(options: Options, shape: TargetConfig) -> None:
     started = time.monotonic()
-    options = arguments(given)
     ids = token_ids(options.work)
     vocabulary = -(-(max(ids.values()) + 1) // 64) * 64
-    if shape is None:
-        shape = TargetConfig(layers=options.layers, inner=options.inner)
     run = Pretraining(options, replace(shape, vocabulary=vocabulary))
     if options.benchmark:
         benchmark(run, options.benchmark)
@@ -378,7 +375,3 @@ def main(given: Sequence[str] | None = None, shape: TargetConfig | None = None) 
         finish(run)
     else:
         say(f"paused at step {run.step}: continue with --resume")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,13 +1,12 @@
 """Prompts for a draft of any chat model: code, mathematics and conversation, none of a benchmark.
 
-    python -m workshop.training.prompts --benchmarks FOLDER -o prompts.jsonl.xz
+    python -m workshop training.prompts --benchmarks FOLDER -o prompts.jsonl.xz
 
 From the gathered corpus and this folder's generators alone, so that the result depends on the corpus, the
 count and the seed, not on the machine. Prompts that share 13 words with a benchmark item are dropped and
 counted. Prints a JSON line: prompts by kind, what was dropped, bytes and SHA-256 of the file.
 """
 
-import argparse
 import hashlib
 import json
 import lzma
@@ -15,13 +14,17 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated
 
-from workshop.training import corpus
+from workshop.case import case
+from workshop.report import Report
+from workshop.training import corpus as gathered
 from workshop.training.documents import Dialogue, spells_special
 from workshop.training.heads import head_dialogue
 from workshop.training.instruct import request
 from workshop.training.mathematics import mathematics_dialogue
 from workshop.training.overlap import benchmark_runs, overlaps
+from workshop.training.prepare import WORK
 from workshop.training.talk import talk_dialogue
 from workshop.training.task_documents import task_dialogue
 
@@ -87,7 +90,7 @@ def collect(records: list[tuple[str, dict]], prompts: Prompts, seed: int) -> Non
     for part, record in rng.sample(records, len(records)):
         kind = "manual_dialogues" if part == "manual" else part
         if kind in SHARES and not prompts.full(kind):
-            for item in corpus.items(part, record, rng):
+            for item in gathered.items(part, record, rng):
                 if isinstance(item, Dialogue):
                     prompts.add(item.kind, item.prompt()[:TURNS])
     for generate, kinds in GENERATED.items():
@@ -105,30 +108,28 @@ def collect(records: list[tuple[str, dict]], prompts: Prompts, seed: int) -> Non
         prompts.add(kind, [{"role": "user", "content": text}])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--corpus", type=Path, default=Path(__file__).parent / "work" / "text.jsonl.xz")
-    parser.add_argument("--benchmarks", type=Path, required=True)
-    parser.add_argument("--count", type=int, default=24_000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", "-o", type=Path, required=True, help="JSONL, packed if it ends in .xz")
-    options = parser.parse_args()
-    prompts = Prompts(options.count, benchmark_runs(options.benchmarks))
-    collect(corpus.label(corpus.read_records(options.corpus)), prompts, options.seed)
-    lines = list(prompts.chosen(random.Random(f"{options.seed}/order")))
-    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode()
-    data = lzma.compress(text, preset=9) if options.output.suffix == ".xz" else text
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_bytes(data)
+@case()
+def main(
+    report: Report,
+    *,
+    corpus: Annotated[Path, "the gathered text"] = WORK / "text.jsonl.xz",
+    benchmarks: Path,
+    count: int = 24_000,
+    seed: int = 0,
+    output: Annotated[Path, "JSONL, packed if it ends in .xz"],
+) -> None:
+    prompts = Prompts(count, benchmark_runs(benchmarks))
+    collect(gathered.label(gathered.read_records(corpus)), prompts, seed)
+    lines = list(prompts.chosen(random.Random(f"{seed}/order")))
+    packed = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode()
+    data = lzma.compress(packed, preset=9) if output.suffix == ".xz" else packed
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_bytes(data)
     facts = {
         "prompts": len(lines),
         "kinds": dict(Counter(str(line["kind"]) for line in lines)),
         "dropped": dict(prompts.dropped),
         "bytes": len(data),
-        "sha256": hashlib.sha256(text).hexdigest(),
+        "sha256": hashlib.sha256(packed).hexdigest(),
     }
-    print(json.dumps(facts))
-
-
-if __name__ == "__main__":
-    main()
+    report.line(**facts)

@@ -1,12 +1,11 @@
 """Trains the small target's vocabulary and writes it as Hugging Face files.
 
-    python -m workshop.training.tokenizer --corpus workshop/training/work/text.jsonl.xz
-    python -m workshop.training.tokenizer --model TARGET.gguf    extracts a target's vocabulary
+    python -m workshop training.tokenizer --corpus workshop/training/work/text.jsonl.xz
+    python -m workshop training.tokenizer --model TARGET.gguf    extracts a target's vocabulary
 
 Byte-level BPE, NFC, the word pattern of Qwen3.5, 16,384 entries; the special tokens have the last ids.
 """
 
-import argparse
 import hashlib
 import itertools
 import json
@@ -16,12 +15,15 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
 from bough.gguf.reader import GGUFFile
+from workshop.case import case
+from workshop.report import Report
 from workshop.training import corpus, python_code
 from workshop.training.documents import (
     CONTROL_TOKENS,
@@ -192,41 +194,35 @@ def pieces(texts: list[str]) -> Iterator[str]:
         yield from filter(None, text.split("\0"))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--corpus", type=Path, default=WORK / "text.jsonl.xz")
-    parser.add_argument("--work", type=Path, default=WORK)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument(
-        "--model", type=Path, help="GGUF file whose vocabulary to extract, instead of training"
-    )
-    options = parser.parse_args()
+@case()
+def main(
+    report: Report,
+    *,
+    corpus: Annotated[Path, "the gathered text"] = WORK / "text.jsonl.xz",
+    work: Path = WORK,
+    seed: int = 1,
+    model: Annotated[Path | None, "GGUF file whose vocabulary to extract, instead of training"] = None,
+) -> None:
     logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
-    if options.model is not None:
-        save(from_model(options.model), options.work)
+    if model is not None:
+        save(from_model(model), work)
         return
-    texts = sample(options.corpus, options.seed)
+    texts = sample(corpus, seed)
     tokenizer = train(itertools.chain.from_iterable(map(pieces, texts.values())))
-    save(tokenizer, options.work)
+    save(tokenizer, work)
     density = {}
     for part, part_texts in sorted(texts.items()):
         some = part_texts[:400]
         tokens = sum(len(encoding.ids) for encoding in tokenizer.encode_batch_fast(some))
-        density[part] = round(sum(len(text.encode()) for text in some) / tokens, 3)
+        density[part] = round(sum(len(each.encode()) for each in some) / tokens, 3)
         log.info(f"{part:18} {density[part]:.2f} bytes a token")
     record = {
-        "seed": options.seed,
+        "seed": seed,
         "entries": VOCABULARY,
         "special": {token: tokenizer.token_to_id(token) for token in SPECIAL_TOKENS},
-        "corpus_sha256": hashlib.sha256(options.corpus.read_bytes()).hexdigest(),
-        "sample_bytes": {part: sum(len(text.encode()) for text in some) for part, some in texts.items()},
+        "corpus_sha256": hashlib.sha256(corpus.read_bytes()).hexdigest(),
+        "sample_bytes": {part: sum(len(each.encode()) for each in some) for part, some in texts.items()},
         "bytes_per_token": density,
-        "sha256": hashlib.sha256((options.work / "tokenizer.json").read_bytes()).hexdigest(),
+        "sha256": hashlib.sha256((work / "tokenizer.json").read_bytes()).hexdigest(),
     }
-    (options.work / "tokenizer_record.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+    (work / "tokenizer_record.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")

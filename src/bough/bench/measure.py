@@ -9,7 +9,8 @@ from typing import Any, Protocol
 from bough.bench.suites import Prompt
 from bough.engine.sampler import SamplingParams
 from bough.engine.stats import StepRecord
-from bough.session.requests import Finished, Text, TextRequest
+from bough.session.collected import GeneratedOutput
+from bough.session.requests import TextRequest
 from bough.session.session import Session
 
 SPEED, SCORED = 256, 640  # most tokens of an answer; a score of answers that were cut is too low
@@ -86,18 +87,14 @@ class LocalEndpoint:
             cancelled=self._cancelled,
         )
         memory = _PeakMemory(self._session.engine.target.device.type)
-        text = ""
-        finished: Finished | None = None
+        output = GeneratedOutput()
         for event in self._session.generate(request):
-            match event:
-                case Text(piece):
-                    text += piece
-                case Finished():
-                    finished = event
+            output.add(event)
+        finished = output.finished
         assert finished is not None
         stats, loop = finished.stats, loop_start(finished.tokens)
         return Measurement(
-            text=text if text else self._session.tokenizer.decode(finished.tokens),
+            text=output.text or self._session.tokenizer.decode(finished.tokens),
             finish=finished.reason,
             tokens=stats.generated_tokens,
             prompt_tokens=stats.prompt_tokens,

@@ -210,16 +210,20 @@ def subject(head: Result) -> str:
     return f"{head['settings']['model']} on {head['device']}"
 
 
+def _version(head: Result) -> str:
+    return head.get("bough") or head["treeflash"]  # the name before the renaming
+
+
 def _machine(head: Result) -> str:
     settings = head["settings"]
     if "url" in settings:
         return (
-            f"{head['date'][:10]}, measured at the client by Bough {head['bough']} "
+            f"{head['date'][:10]}, measured at the client by Bough {_version(head)} "
             f"({head['commit']}), {_limit(settings)}, seed {settings['seed']}."
         )
     draft = f", draft {settings['draft']}" if settings.get("draft") else ", no draft"
     return (
-        f"{head['date'][:10]}, Bough {head['bough']} ({head['commit']}), torch {head['torch']}, "
+        f"{head['date'][:10]}, Bough {_version(head)} ({head['commit']}), torch {head['torch']}, "
         f"{head['threads']} CPU threads{draft}, {_limit(settings)}, seed {settings['seed']}."
     )
 

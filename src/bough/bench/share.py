@@ -27,7 +27,7 @@ def measure(session: Session, *, repeats: int = 15, tokens: int = TOKENS) -> dic
     """Return everything that says how a model runs on this machine."""
     target = session.engine.target
     found = step.measure_steps(session, repeats=repeats)
-    head = machine.head({}, "bough bench share")
+    head = machine.head({}, "bough share")
     return {
         **{key: head[key] for key in ("bough", "commit", "cpus", "load")},
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -12,8 +12,6 @@ import typer
 
 from bough.cli import speculation, view
 from bough.cli.bench_run import (
-    SHARE,
-    STEP,
     BenchRun,
     Grid,
     measure_local,
@@ -21,7 +19,7 @@ from bough.cli.bench_run import (
 )
 from bough.cli.command import INTERRUPTED
 from bough.cli.interrupt import held
-from bough.cli.loading import LoadingBar, choose
+from bough.cli.loading import choose
 from bough.cli.options import (
     HARDWARE,
     EngineOptions,
@@ -46,16 +44,13 @@ if TYPE_CHECKING:
 
 BUILTIN = "builtin"
 SUITES = ("humaneval", "gsm8k", "math500", "mbpp", "mtbench", BUILTIN, "agent", "sweep")
-SUITES += (STEP, SHARE)
 _measured, _output, _server = panel("What is measured"), panel("Output"), panel("Server")
 
 Suites = Annotated[
     str,
     typer.Argument(
         metavar="SUITES",
-        help="Of humaneval, gsm8k, math500, mbpp, mtbench, builtin, agent, sweep, with commas between; "
-        "or step: where the time of a single step goes; or share: a page about this machine, "
-        "ready for an issue.",
+        help="Of humaneval, gsm8k, math500, mbpp, mtbench, builtin, agent, sweep, with commas between.",
     ),
 ]
 
@@ -108,12 +103,6 @@ class MeasureOptions:
             "--fixed", help="Verify trees of the whole budget, even if they do not pay; sweep always does."
         ),
     ] = False
-    predict: Annotated[
-        str | None,
-        _measured(
-            "--predict", metavar="CARD", help="In step: estimate another card's, such as 3090; runs nothing."
-        ),
-    ] = None
     thinking: Annotated[
         bool,
         _measured("--think/--no-think", help="Let models reason first, where they can.", show_default=False),
@@ -217,8 +206,6 @@ def bench(
     bough bench builtin,agent model.gguf --json now.json --plot pictures
 
     bough bench builtin --url http://127.0.0.1:8000 --prompts 2
-
-    bough bench share model.gguf --markdown my-card.md
     """
     suites, model = in_order(suites, model)
     chosen = [each.strip() for each in suites.split(",") if each.strip()]
@@ -234,10 +221,6 @@ def bench(
         from bough.bench import plots
     if output.plot is not None:
         plots.require()
-    _check_predict(chosen, measured.predict, model or environment().target)
-    if chosen in ([STEP], [SHARE]):
-        target, config = _local(model, speculating, config, grid, offline=engine.offline, screen=screen)
-        return _one_step(chosen[0], target, config, screen, output, measured=measured)
     loaded = _prompts(chosen, measured, grid, offline=engine.offline or environment().offline)
     run = _run(chosen, measured, config, output)
     if remote.url is not None:
@@ -304,91 +287,6 @@ def _run(
     head = machine.head(facts, shlex.join(["bough", *sys.argv[1:]]))
     settings = Settings(options.n_gen, options.seed, options.thinking)
     return BenchRun(ResultFile(output.path), head, settings, resume=output.resume, quiet=output.quiet)
-
-
-def _check_predict(suites: Sequence[str], predict: str | None, model: str | None) -> None:
-    if predict is not None and list(suites) != [STEP]:
-        raise UsageError(f"--predict is for the suite step, not for {','.join(suites)}")
-    if predict is not None and model is None:
-        raise UsageError(f"--predict {predict} needs the model that is to run", f"bough bench {STEP} MODEL")
-
-
-def _one_step(
-    kind: str,
-    target: Chosen,
-    config: EngineConfig,
-    screen: view.Screen,
-    output: OutputOptions,
-    *,
-    measured: MeasureOptions,
-) -> None:
-    if kind == SHARE:
-        _share(target, config, screen, output, tokens=measured.n_gen)
-    elif measured.predict is not None:
-        _predict(target, config, measured.predict, output)
-    else:
-        _step(target, config, screen, output)
-
-
-def _predict(target: Chosen, config: EngineConfig, card: str, output: OutputOptions) -> None:
-    """Show what steps would take on another card."""
-    from bough.bench import predict
-
-    result = predict.predict(target.path, config, card)
-    columns, *cases = predict.lines(result)
-    view.table(f"Prediction for {result['card']}: {target.path.name}", columns, cases)
-    view.plain(
-        f"Nothing was measured on such a card. From its {result['bandwidth_gb_s']} GB/s and the shares of "
-        "its read bandwidth that an H200 reached; tok/s at an acceptance length, the draft included."
-    )
-    _written(result, output)
-
-
-def _share(
-    target: Chosen, config: EngineConfig, screen: view.Screen, output: OutputOptions, *, tokens: int | None
-) -> None:
-    """Measure, show and save what an issue about another card needs."""
-    from bough.bench import share
-    from bough.session.loading import load_session
-
-    if config.speculation is not None:
-        config = replace(config, speculation=replace(config.speculation, adaptive=False))
-    with LoadingBar(target.path.name, screen) as bar:
-        session = load_session(target.path, config, progress=bar.reading, warming=bar.warming)
-    most = min(tokens or share.TOKENS, share.TOKENS)
-    result = share.measure(session, tokens=most) | {"model": target.path.name}
-    path = output.markdown or Path("bough-share.md")
-    share.save(result, path)
-    view.plain(share.page(result))
-    screen.note(f"The same is in {path}; paste it into an issue.")
-    _written(result, output)
-
-
-def _written(result: dict[str, Any], output: OutputOptions) -> None:
-    if output.json_file is not None:
-        output.json_file.write_text(json.dumps(result, indent=1), encoding="utf-8")
-    if not sys.stdout.isatty():
-        view.print_json(result)
-
-
-def _step(target: Chosen, config: EngineConfig, screen: view.Screen, output: OutputOptions) -> None:
-    """Measure and show where the time of single steps goes, by their number of rows."""
-    from bough.bench import step as bench_step
-
-    with LoadingBar(target.path.name, screen) as bar:
-        result = bench_step.bench_step(
-            target.path,
-            config,
-            save=output.path,
-            progress=bar.reading,
-            compiling=bar.compiling,
-            warming=bar.warming,
-        )
-    columns, *cases = bench_step.lines(result)
-    view.table(f"Steps of {target.path.name}", columns, cases)
-    if parts := bench_step.part_lines(result):
-        view.table("Milliseconds of verify, sampling and accepting, by part", parts[0], parts[1:])
-    _written(result, output)
 
 
 def _document(path: Path) -> dict[str, Any]:

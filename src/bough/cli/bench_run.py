@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from bough.session.session import Session
 
 SWEEP = "sweep"
-STEP = "step"
-SHARE = "share"
 SWEEP_BUDGETS = (4, 8, 16, 22, 32, 48, 63)
 SWEEP_TEMPERATURES = (0.0, 0.8)
 SWEEP_CONTEXTS = (0, 1024, 4096)
@@ -80,9 +78,9 @@ def _check_suites(suites: Sequence[str]) -> None:
         raise UsageError("no suite was named", "bough bench builtin")
     if len(set(suites)) < len(suites):
         raise UsageError(f"a suite is named twice in {','.join(suites)}, needed once")
-    for alone in (STEP, SHARE):
-        if alone in suites and len(suites) > 1:
-            raise UsageError(f"{alone} measures no answers, and goes with no other suite")
+    for command in ("step", "share"):
+        if command in suites:
+            raise UsageError(f"{command} is no suite, but a command of its own", f"bough {command} MODEL")
 
 
 def numbers(flag: str, text: str, kind: type, *, low: float, high: float) -> list[Any]:

@@ -215,23 +215,6 @@ class SpeculationOptions:
             "--draft-quant", help="Quantise the draft while it is loaded. auto: q8_0 on a GPU, none on a CPU."
         ),
     ] = DraftQuant.auto
-    draft_ctx: Annotated[
-        int | None,
-        _speculation(
-            "--draft-ctx",
-            parser=size,
-            metavar="TOKENS",
-            help="How far back the draft's full-attention layers attend. Default: 16k.",
-        ),
-    ] = None
-    draft_causal: Annotated[
-        bool | None,
-        _speculation(
-            "--draft-causal/--draft-bidirectional",
-            help="Whether a row of the draft's block sees only rows before it; else as the checkpoint says.",
-            show_default=False,
-        ),
-    ] = None
     budget: Annotated[
         int | None,
         _speculation(

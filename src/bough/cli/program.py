@@ -23,6 +23,7 @@ from bough.cli.remove import remove
 from bough.cli.run import run
 from bough.cli.serve import serve, stop
 from bough.cli.show import show
+from bough.cli.step import share, step
 from bough.cli.streams import OutputFailed, delivered, discard, reopen_closed
 from bough.cli.train import train
 from bough.cli.tune import tune
@@ -65,6 +66,8 @@ app.command("stop", cls=Command, rich_help_panel="Use a model")(stop)
 app.command("launch", cls=Command, rich_help_panel="Use a model")(launch)
 app.command("show", cls=Command, rich_help_panel="Use a model")(show)
 app.command("bench", cls=EngineCommand, rich_help_panel="Use a model")(bench)
+app.command("step", cls=EngineCommand, rich_help_panel="Use a model")(step)
+app.command("share", cls=EngineCommand, rich_help_panel="Use a model")(share)
 app.command("list", cls=Command, rich_help_panel="Manage models")(list_models)
 app.command("pull", cls=Command, rich_help_panel="Manage models")(pull)
 app.command("rm", cls=Command, rich_help_panel="Manage models")(remove)

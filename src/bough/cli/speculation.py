@@ -20,8 +20,8 @@ from bough.session.pairing import AUTO, LOOKUP, MTP, NONE, NamedDraft, draft_at_
 NO_NAMES = (AUTO, NONE, MTP, LOOKUP)
 OWN_BLOCK = "No draft: the MTP block in the model's own file proposes tokens."
 NO_DRAFT = (
-    "No draft is known for this model: prompt lookup alone proposes tokens, which helps where an answer "
-    "repeats its prompt. --draft names a draft, `bough train` makes one."
+    "No draft is known for this model: prompt lookup proposes tokens. "
+    "--draft names one, `bough train` makes one."
 )
 
 
@@ -92,7 +92,7 @@ def decide(options: SpeculationOptions, target: Chosen, *, offline: bool, screen
         if config.mtp != "off" and target.mtp:
             screen.note(OWN_BLOCK)
         return Speculation(config)
-    draft = DraftConfig(path, options.draft_quant.value, options.draft_ctx, options.draft_causal)
+    draft = DraftConfig(path, options.draft_quant.value)
     return Speculation(config, draft)
 
 
@@ -137,13 +137,7 @@ def _tree_flags(options: SpeculationOptions) -> list[str]:
 
 def _draft_flags(options: SpeculationOptions) -> list[str]:
     """Return the given flags that need a draft."""
-    causal = "--draft-causal" if options.draft_causal else "--draft-bidirectional"
-    given = {
-        "--draft-quant": options.draft_quant is not DraftQuant.auto,
-        "--draft-ctx": options.draft_ctx is not None,
-        causal: options.draft_causal is not None,
-    }
-    return [flag for flag, is_given in given.items() if is_given]
+    return ["--draft-quant"] if options.draft_quant is not DraftQuant.auto else []
 
 
 def _fetched_draft(card: Card, *, fetch: bool, screen: view.Screen) -> Path | None:

@@ -9,10 +9,10 @@ from bough.errors import UsageError
 from bough.server import options, outputs
 from bough.server.failures import Failure
 from bough.server.options import Thinking
-from bough.server.outputs import GeneratedOutput, OutputBlock
 from bough.server.schemas import MessagesBody, Object
 from bough.server.service import Service
 from bough.server.sse import comment, event
+from bough.session.collected import GeneratedOutput, OutputBlock
 from bough.session.requests import Finished, Progress, SessionEvent, TextRequest
 from bough.session.worker import Job
 

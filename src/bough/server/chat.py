@@ -9,10 +9,10 @@ from typing import Any
 from bough.errors import UsageError
 from bough.server import options, outputs
 from bough.server.failures import Failure
-from bough.server.outputs import GeneratedOutput
 from bough.server.schemas import ChatBody, Object, TemplateBody
 from bough.server.service import Service
 from bough.server.sse import DONE, comment, event
+from bough.session.collected import GeneratedOutput
 from bough.session.requests import (
     Finished,
     Progress,

@@ -9,10 +9,10 @@ from bough.engine.stats import RequestStats
 from bough.errors import UsageError
 from bough.server import options, outputs
 from bough.server.failures import Failure
-from bough.server.outputs import GeneratedOutput
 from bough.server.schemas import InfillBody, LlamaBody, LlamaCompletionBody, Object
 from bough.server.service import Service
 from bough.server.sse import comment, event
+from bough.session.collected import GeneratedOutput
 from bough.session.requests import Finished, Infill, SessionEvent, Text, TextRequest
 from bough.session.worker import Job
 

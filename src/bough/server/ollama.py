@@ -14,9 +14,9 @@ from bough.server.facts import FileFacts, file_facts
 from bough.server.failures import Failure
 from bough.server.models import Models, Resident, ServedModel
 from bough.server.options import Thinking
-from bough.server.outputs import GeneratedOutput
 from bough.server.schemas import Object, OllamaBody, OllamaChatBody, OllamaGenerateBody
 from bough.server.service import Service
+from bough.session.collected import GeneratedOutput
 from bough.session.requests import Finished, Grammar, Infill, Reasoning, SessionEvent, Text, TextRequest
 from bough.session.worker import Job, State, TextReader
 
@@ -246,6 +246,7 @@ class About:
             "expires_at": NEVER,
             **state,
             "device": found.get("device", ""),
+            "warnings": found.get("warnings", []),
         }
 
 

@@ -90,7 +90,7 @@ class Operand(Structure):
         ("at", c_void_p),
         ("stride", c_longlong),
         ("parts", c_void_p),
-        *((name, c_int) for name in ("depth", "share", "extra", "first", "slot")),
+        *((name, c_int) for name in ("depth", "share", "extra", "first", "slot", "block")),
     ]
 
     @classmethod
@@ -100,8 +100,7 @@ class Operand(Structure):
         if isinstance(x, Tensor):
             rows = _rows(x)
             return cls(rows.data_ptr(), rows.stride(0))
-        slot = x.parts[0, 0].numel()
-        numbers = (x.depth, x.share, x.extra, x.first, slot)
+        numbers = (x.depth, x.share, x.extra, x.first, x.parts[0, 0].numel(), x.parts.shape[-1])
         return cls(x.out.data_ptr(), x.out.stride(0), x.parts.data_ptr(), *numbers)
 
 

@@ -48,14 +48,14 @@ DEVICE void store(unsigned short* to, u32 first, u32 second) {
 }
 
 // Rows [.., stride] of floats. With partial sums, `at` holds the columns that one CTA computed alone and `parts`
-// [CTAs][2][slot / 128 rows][128] the others.
+// [CTAs][2][slot / block rows][block] the others.
 struct Operand {
   const float* at;
   long long stride;
   const float* parts;  // null: no partial sums
-  int depth, share, extra, first, slot;
+  int depth, share, extra, first, slot, block;
 };
-// The CTAs with partial sums of the same 128 columns.
+// The CTAs with partial sums of the same block of columns.
 struct Owners {
   int begin, end;
 };
@@ -65,11 +65,11 @@ DEVICE int cta_of(int unit, const Operand& from) {
 }
 DEVICE Owners owners_of(const Operand& from, int k) {
   if (!from.parts) return Owners{0, 0};
-  const int unit = (from.first + k) / 128 * from.depth;
+  const int unit = (from.first + k) / from.block * from.depth;
   return Owners{cta_of(unit, from), cta_of(unit + from.depth - 1, from)};
 }
 DEVICE const float* part(const Operand& from, int row, int k, int cta, int segment) {
-  return from.parts + (long long)(2 * cta + segment) * from.slot + row * 128 + ((from.first + k) & 127);
+  return from.parts + (long long)(2 * cta + segment) * from.slot + row * from.block + ((from.first + k) & (from.block - 1));
 }
 DEVICE float4 plus(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
 // Four columns of a row: the first AHEAD partial sums in flight at once; `sum` adds them and the remaining ones, in order.

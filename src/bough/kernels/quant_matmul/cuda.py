@@ -23,7 +23,7 @@ from bough.kernels.runtime.nvrtc import compile_cubin
 from bough.kernels.runtime.sources import source, warp_group_mma
 
 _SCALES = {"none": 0, "six": 1, "byte": 2, "half": 3, "affine": 4}
-_BLOCK_TILES = ROW_BLOCK // 16
+_EXPANDED_TILES = 8  # of a block that expands or requantises
 _UNWRITTEN = 0xFFFFDEAD - (1 << 32)  # marks a partial sum that has not arrived; a NaN no arithmetic makes
 _RESERVED = 1024  # bytes of shared memory that the driver reserves for each block
 _STATIC = 512  # bytes for barriers and row scales
@@ -48,21 +48,33 @@ def tilings_of(device: torch.device) -> dict[int, Tiling]:
 
 
 def resident_blocks(card: Card) -> int:
-    """Return how many blocks an SM holds at a time, where their rings fit."""
-    return 1 if _small(card) and card.bulk_copies else 2
+    """Return how many blocks an SM holds at a time, for any number of rows."""
+    return 2 if card.shared_per_processor >= 160 * 1024 else 1
 
 
-def _small(card: Card) -> bool:
-    return card.shared_per_processor < 160 * 1024
+def block_tiles(card: Card, layout: Layout) -> int:
+    """Return the tiles of 16 rows of a block: twice as many where an SM has one block, if two stages fit."""
+    alone = resident_blocks(card) == 1 and not card.bulk_copies
+    return 16 if alone and layout.low < 16 else 8
 
 
-def stage_layout(card: Card, layout: Layout) -> Layout:
-    """Return the layout with the columns of a stage: half of a tile's where two blocks would not fit an SM.
+def stage_layout(card: Card, layout: Layout, bucket: int) -> Layout:
+    """Return the layout with the columns of a stage: half of a tile's where two stages would not fit.
 
     Bulk copies are of whole tiles.
     """
-    halved = layout.unit == COLUMN_BLOCK and _small(card) and not card.bulk_copies
+    whole = _stage_bytes(card, layout, bucket)
+    halved = layout.unit == COLUMN_BLOCK and not card.bulk_copies and 2 * whole > _room(card)
     return replace(layout, unit=COLUMN_BLOCK // 2) if halved else layout
+
+
+def _room(card: Card) -> int:
+    """Return the bytes of the ring of a block that is alone on its SM."""
+    return card.shared_per_block - _STATIC
+
+
+def _stage_bytes(card: Card, stage: Layout, bucket: int) -> int:
+    return block_tiles(card, stage) * stage.tile_bytes + 2 * stage.unit * bucket
 
 
 def row_tiles(card: Card, tiling: Tiling) -> int:
@@ -76,8 +88,7 @@ def grouped(card: Card, rows: int) -> bool:
 
 
 def stage_bytes(card: Card, layout: Layout, bucket: int) -> int:
-    stage = stage_layout(card, layout)
-    return _BLOCK_TILES * stage.tile_bytes + 2 * stage.unit * bucket
+    return _stage_bytes(card, stage_layout(card, layout, bucket), bucket)
 
 
 def stages(card: Card, layout: Layout, bucket: int, tiling: Tiling) -> int:
@@ -89,8 +100,8 @@ def stages(card: Card, layout: Layout, bucket: int, tiling: Tiling) -> int:
     share = card.shared_per_processor // resident_blocks(card) - _RESERVED
     count = (min(share, card.shared_per_block) - _STATIC) // size
     if count < 2:
-        count = (card.shared_per_block - _STATIC) // size
-    most = tiling.stages + (stage_layout(card, layout).unit < COLUMN_BLOCK)
+        count = _room(card) // size
+    most = tiling.stages + (stage_layout(card, layout, bucket).unit < COLUMN_BLOCK)
     return min(count, most) if count >= 2 else 0
 
 
@@ -121,9 +132,10 @@ def defines(
 ) -> dict[str, int]:
     """Return the macros of tiles.cu for one variant."""
     depth = stages(card, layout, bucket, tiling)
-    stage = stage_layout(card, layout)
+    stage = stage_layout(card, layout, bucket)
     macros = layout_defines(stage) | {
         "HALVES": layout.unit // stage.unit,
+        "BLOCK_TILES": block_tiles(card, layout),
         "TOKENS": bucket,
         "STAGES": depth,
         "BULK": int(card.bulk_copies),
@@ -173,7 +185,7 @@ def variant(layout: Layout, bucket: int, tiling: Tiling, device: torch.device, *
     return Variant(
         module.kernel(
             "matmul",
-            threads=32 * _BLOCK_TILES // macros["ROW_TILES"],
+            threads=32 * macros["BLOCK_TILES"] // macros["ROW_TILES"],
             shared=macros["STAGES"] * stage_bytes(card, layout, bucket),
             overlap=card.pdl,
         ),
@@ -233,13 +245,14 @@ def _workspace(device: torch.device) -> Tensor:
     A static buffer, because captured graphs point at it: matmuls on one device must run in one stream.
     """
     card = card_of(device)
-    words = resident_blocks(card) * card.processors * ROW_BLOCK * 64
+    words = 2 * card.processors * ROW_BLOCK * 64
     return torch.full((_MAX_GROUP, words), _UNWRITTEN, dtype=torch.int32, device=device)
 
 
 def partition(card: Card, weight: PackedWeight) -> tuple[int, int, int]:
     """Return the blocks of the grid, the units of each, and how many blocks have one unit more."""
-    units = weight.padded_rows // ROW_BLOCK * weight.data.shape[0]
+    blocks = -(-weight.data.shape[1] // block_tiles(card, weight.layout))
+    units = blocks * weight.data.shape[0]
     most = resident_blocks(card) * card.processors
     grid = min(most, max(1, units * weight.layout.unit // _MIN_COLUMNS))
     return grid, units // grid, units % grid
@@ -272,7 +285,8 @@ def partial_matmul(x: PackedRows, weight: PackedWeight) -> PartialSums:
     assert x.bucket is not None
     grid, share, extra = partition(card_of(weight.data.device), weight)
     out = torch.empty(x.rows, weight.rows, device=weight.data.device)
-    parts = torch.empty(grid, 2, x.bucket, ROW_BLOCK, device=weight.data.device)
+    rows = 16 * block_tiles(card_of(weight.data.device), weight.layout)
+    parts = torch.empty(grid, 2, x.bucket, rows, device=weight.data.device)
     _launch(x, weight, out, parts=parts, partial_sums=True)
     return PartialSums(out, parts, weight.data.shape[0], share, extra)
 
@@ -309,9 +323,8 @@ def _launch(
     tiling: Tiling | None = None,
 ) -> None:
     assert x.bucket is not None
-    blocks = weight.padded_rows // ROW_BLOCK
     grid, share, extra = partition(card_of(out.device), weight)
-    sizes = (blocks, weight.data.shape[0], weight.rows, out.stride(0), x.rows)
+    sizes = (weight.data.shape[1], weight.data.shape[0], weight.rows, out.stride(0), x.rows)
     numbers = (*sizes, share, extra, position, int(partial_sums))
     chosen = tiling or tilings_of(out.device)[x.bucket]
     variant(weight.layout, x.bucket, chosen, out.device, grouped=x.grouped).matmul(
@@ -325,7 +338,7 @@ def expand(weight: PackedWeight, first: int, out: Tensor) -> None:
     tiles = len(out) // 16
     numbers = (first // 16, tiles, weight.data.shape[1], weight.data.shape[0])
     _expand_kernel(weight.layout, out.device)(
-        (-(-tiles // _BLOCK_TILES), weight.data.shape[0]),
+        (-(-tiles // _EXPANDED_TILES), weight.data.shape[0]),
         [weight.data, weight.expand_factor, out, *map(c_int, numbers)],
     )
 
@@ -337,6 +350,6 @@ def requantise(weight: PackedWeight, first: int, out: Int8Matrix) -> None:
     tiles, depth = out.rows // 16, weight.data.shape[0]
     numbers = (first // 16, tiles, weight.data.shape[1], depth, out.scales.shape[1], int(out.tiled))
     _requantise_kernel(weight.layout, weight.data.device)(
-        (-(-tiles // _BLOCK_TILES), depth),
+        (-(-tiles // _EXPANDED_TILES), depth),
         [weight.data, weight.row_scale, out.codes, out.scales, *map(c_int, numbers)],
     )

@@ -1,8 +1,8 @@
 """Outputs of a matmul that the kernel which reads them completes: split-K partial sums, row scales.
 
-A matmul's work is dealt out to CTAs in units of 128 output columns (rows of the matrix) and a slice of the
-summed dimension. Where several CTAs have partial sums of the same 128 columns, adding them is a round trip
-through memory at the end of the matmul. The next kernel has to read the output anyway and adds them for less.
+A matmul's work is dealt out to CTAs in units of a block of output columns (128 or 256 rows of the matrix)
+and a slice of the summed dimension. Where several CTAs have partial sums of one block, adding them is a round
+trip through memory at the end of the matmul. The next kernel reads the output anyway and adds them for less.
 
 A matmul of many rows is a library's, over rows that were scaled by powers of two. Scaling its output back is
 a second pass over it: 108 of the 885 ms of 8,192 tokens of a 27B on an H200. The next kernel can do it.
@@ -13,16 +13,14 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-BLOCK = 128  # columns of a unit
-
 
 @dataclass(frozen=True, slots=True)
 class PartialSums:
     """Columns of an output [rows, columns]; CTA c has share + (c < extra) units, in the columns' order."""
 
-    out: Tensor  # float32 [rows, columns]: valid where one CTA computed all of a block of 128 columns
-    parts: Tensor  # float32 [CTAs, 2, bucket, 128]: of the CTA's first and last 128 columns, if shared
-    depth: int  # units of 128 columns
+    out: Tensor  # float32 [rows, columns]: valid where one CTA computed all of a block
+    parts: Tensor  # float32 [CTAs, 2, bucket, block]: of the CTA's first and last block, if shared
+    depth: int  # units of a block
     share: int
     extra: int
     first: int = 0  # column of the whole output where these begin
@@ -47,12 +45,12 @@ class PartialSums:
 
     def reduced(self) -> Tensor:
         """Return the sums [rows, columns]: the specification of the fused reductions."""
-        result, last = self.out.clone(), self.first + self.columns
-        for block in range(self.first // BLOCK, -(-last // BLOCK)):
+        result, last, size = self.out.clone(), self.first + self.columns, self.parts.shape[-1]
+        for block in range(self.first // size, -(-last // size)):
             begin, end = (self.cta_of(block * self.depth + step) for step in (0, self.depth - 1))
             if begin < end:
-                low, high = max(self.first, block * BLOCK), min(last, (block + 1) * BLOCK)
-                own = self.parts[:, :, : self.rows, low - block * BLOCK : high - block * BLOCK]
+                low, high = max(self.first, block * size), min(last, (block + 1) * size)
+                own = self.parts[:, :, : self.rows, low - block * size : high - block * size]
                 total = own[begin, 1]
                 for cta in range(begin + 1, end + 1):
                     total = total + own[cta, 0]

@@ -5,6 +5,7 @@
 //   OFFSET      subtracted from a code                        TABLE, TABLE0..3  code to value + 128, four to a word
 //   UNIT        columns of a stage                            TOKENS  rows of x, a multiple of 8
 //   HALVES      stages of a tile: 2 halves, without BULK, or 1
+//   BLOCK_TILES 16-row tiles of a CTA: 8, or, without BULK, 16
 //   STAGES      of the ring in shared memory                  BULK    1: bulk copies and mbarriers (sm_90 and up)
 //   ROW_TILES   row tiles of a warp: with two, x is read from shared memory half as often
 //   HALFWAY     1: a stage is refilled in the middle of the next unit, when other warps have left it
@@ -13,7 +14,7 @@
 // applies scale and minimum. An upper nibble is 16 times its code; its scale is divided by 16.
 // Weights are the 16-row operand of mma.m16n8k16, rows of x the 8-wide one.
 //
-// Work is cut into units of 128 rows x the columns of a tile, dealt out evenly and contiguously to the CTAs, whose number
+// Work is cut into units of BLOCK_ROWS rows x the columns of a tile, dealt out evenly and contiguously to the CTAs, whose number
 // does not depend on TOKENS: a row's sums are the same in every variant. A block of rows that is split over
 // several CTAs (split-K) belongs to the one with its first columns; the others, whose shares begin with it, write
 // their partial sums to memory. There a word that still holds UNWRITTEN, a NaN no arithmetic makes, has not
@@ -43,29 +44,28 @@ DEVICE void copy8(u32 to, const void* from) { asm volatile("cp.async.ca.shared.g
 #define WAIT_FOR_INPUTS (void)0
 #endif
 
-// A tile in memory, and the tiles of a unit.
+// A tile in memory.
 constexpr int WHOLE_LOW = HALVES * LOW_BYTES, WHOLE_SCALES_AT = HALVES * SCALE_AT;
 constexpr int WHOLE_BYTES = WHOLE_SCALES_AT + (SCALES == 1 ? HALVES * UNIT + 64 : HALVES * SCALE_BYTES);
-constexpr int WHOLE_WEIGHT_BYTES = BLOCK_TILES * WHOLE_BYTES;
 #if HALVES == 2
-// Copies one half of the columns of a block's tiles. The scale of a whole tile is in both.
-DEVICE void copy_half(u32 to, const u8* from, int half) {
-  for (int i = threadIdx.x; i < BLOCK_TILES * LOW_BYTES / 16; i += THREADS) {
+// Copies one half of the columns of `tiles` tiles. The scale of a whole tile is in both.
+DEVICE void copy_half(u32 to, const u8* from, int half, int tiles) {
+  for (int i = threadIdx.x; i < tiles * (LOW_BYTES / 16); i += THREADS) {
     const int tile = i / (LOW_BYTES / 16), o = i % (LOW_BYTES / 16) * 16;
     copy16(to + tile * TILE_BYTES + o, from + tile * WHOLE_BYTES + half * LOW_BYTES + o);
   }
 #if HIGH
-  for (int i = threadIdx.x; i < BLOCK_TILES * 32; i += THREADS)
+  for (int i = threadIdx.x; i < tiles * 32; i += THREADS)
     copy8(to + i / 32 * TILE_BYTES + LOW_BYTES + i % 32 * 8, from + i / 32 * WHOLE_BYTES + WHOLE_LOW + i % 32 * 16 + half * 8);
 #endif
 #if SCALES == 1
-  for (int i = threadIdx.x; i < BLOCK_TILES * 16; i += THREADS)
+  for (int i = threadIdx.x; i < tiles * 16; i += THREADS)
     copy8(to + i / 16 * TILE_BYTES + SCALE_AT + i % 16 * 8, from + i / 16 * WHOLE_BYTES + WHOLE_SCALES_AT + i % 16 * 16 + half * 8);
-  for (int i = threadIdx.x; i < BLOCK_TILES * 4; i += THREADS)
+  for (int i = threadIdx.x; i < tiles * 4; i += THREADS)
     copy16(to + i / 4 * TILE_BYTES + SCALE_AT + UNIT + i % 4 * 16, from + i / 4 * WHOLE_BYTES + WHOLE_SCALES_AT + 2 * UNIT + i % 4 * 16);
 #else
   constexpr int PARTS = SCALE_BYTES / UNIT;
-  for (int i = threadIdx.x; i < BLOCK_TILES * PARTS * 8; i += THREADS) {
+  for (int i = threadIdx.x; i < tiles * PARTS * 8; i += THREADS) {
     const int tile = i / (PARTS * 8), part = i / 8 % PARTS, g = i % 8;
     copy16(to + tile * TILE_BYTES + SCALE_AT + part * UNIT + g * 16, from + tile * WHOLE_BYTES + WHOLE_SCALES_AT + part * 2 * UNIT + g * 32 + half * 16);
   }
@@ -122,21 +122,22 @@ DEVICE void store(const float (&v)[SUMS][4], float* y, const float* x_scale, int
       }
 }
 
-// y [tokens, stride] = x w^T. w: tiles [depth][blocks * 8]; x: float16 [K/32][TOKENS][32], times x_scale [TOKENS];
-// parts: 128 * TOKENS words a CTA, UNWRITTEN before and after. partial: the scaled partial sums of split blocks stay there,
-// as [CTA][its first segment, its last][TOKENS][128].
+// y [tokens, stride] = x w^T. w: tiles [depth][tiles]; x: float16 [K/32][TOKENS][32], times x_scale [TOKENS];
+// parts: BLOCK_ROWS * TOKENS words a CTA, UNWRITTEN before and after. partial: the scaled partial sums of split blocks stay there,
+// as [CTA][its first segment, its last][TOKENS][BLOCK_ROWS].
 // position: 0 waits for the previous launch. In a group of launches with the same x, each with its own parts, 1 is the first
 // and 2 any other: the first launches its dependents when x has arrived; the others wait only before they end.
-extern "C" __global__ void __launch_bounds__(THREADS, 2)
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCK_TILES > 8 ? 1 : 2)
 matmul(const u8* __restrict__ w, const float* __restrict__ row_scale, const u8* __restrict__ x, const float* __restrict__ x_scale,
-       float* __restrict__ y, uint4* parts, int blocks, int depth, int rows, int stride, int tokens, int share, int extra, int position, int partial) {
+       float* __restrict__ y, uint4* parts, int tiles, int depth, int rows, int stride, int tokens, int share, int extra, int position, int partial) {
   extern __shared__ __align__(128) u8 ring[];
   const u32 ring0 = shared_address(ring);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, cta = gridDim.x - 1 - blockIdx.x;
   // In stages: of this CTA, of a block of rows.
   const int unit0 = HALVES * first_unit(cta, share, extra), units = HALVES * (share + (cta < extra)), steps = HALVES * depth;
   const int block0 = (u32)unit0 / (u32)steps, step0 = unit0 - block0 * steps;
-  const size_t step_bytes = (size_t)blocks * WHOLE_WEIGHT_BYTES;
+  const int blocks = (tiles + BLOCK_TILES - 1) / BLOCK_TILES;
+  const size_t step_bytes = (size_t)tiles * WHOLE_BYTES;
   // The next copy.
   int fill_unit = 0, fill_slot = 0, fill_block = block0, fill_step = step0;
   auto advance = [&]() {
@@ -194,11 +195,12 @@ matmul(const u8* __restrict__ w, const float* __restrict__ row_scale, const u8* 
   auto fill = [&]() {
     if (fill_unit < units) {
       const u32 to = ring0 + fill_slot * STAGE_BYTES;
-      const u8* from = w + fill_step / HALVES * step_bytes + (size_t)fill_block * WHOLE_WEIGHT_BYTES;
+      const u8* from = w + fill_step / HALVES * step_bytes + (size_t)fill_block * (BLOCK_TILES * WHOLE_BYTES);
+      const int left = tiles - fill_block * BLOCK_TILES, copied = left < BLOCK_TILES ? left : BLOCK_TILES;
 #if HALVES == 2
-      copy_half(to, from, fill_step & 1);
+      copy_half(to, from, fill_step & 1, copied);
 #else
-      for (int o = threadIdx.x * 16; o < WEIGHT_BYTES; o += THREADS * 16) copy16(to + o, from + o);
+      for (int o = threadIdx.x * 16; o < copied * TILE_BYTES; o += THREADS * 16) copy16(to + o, from + o);
 #endif
       from = x + (size_t)fill_step * X_BYTES;
       for (int o = threadIdx.x * 16; o < X_BYTES; o += THREADS * 16) copy16(to + WEIGHT_BYTES + o, from + o);
@@ -219,7 +221,8 @@ matmul(const u8* __restrict__ w, const float* __restrict__ row_scale, const u8* 
   float scales[2 * ROW_TILES];
   auto load_scales = [&]() {
     const float* mine = row_scale + block * BLOCK_ROWS + warp * (16 * ROW_TILES) + (lane >> 2);
-    UNROLL for (int r = 0; r < 2 * ROW_TILES; r++) scales[r] = __ldg(mine + 8 * r);
+    const bool inside = block * BLOCK_TILES + warp * ROW_TILES < tiles;
+    UNROLL for (int r = 0; r < 2 * ROW_TILES; r++) scales[r] = inside ? __ldg(mine + 8 * r) : 0.f;
   };
   auto write = [&](float* to, int first_row, int limit, int pitch) {
     UNROLL for (int f = 0; f < SUMS; f++) UNROLL for (int e = 0; e < 4; e++) sums[f][e] *= scales[f / TILES * 2 + (e >> 1)];
@@ -274,8 +277,8 @@ matmul(const u8* __restrict__ w, const float* __restrict__ row_scale, const u8* 
 // Rows of tiles to float16 [rows, 32 * pitch], each row times factor[row]. One warp a tile.
 extern "C" __global__ void __launch_bounds__(256)
 expand(const u8* __restrict__ w, const float* __restrict__ factor, uint4* __restrict__ out, int first_tile, int tiles, int all_tiles, int depth) {
-  __shared__ __align__(128) u8 buffer[BLOCK_TILES * TILE_BYTES];
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, tile = blockIdx.x * BLOCK_TILES + warp, step = blockIdx.y;
+  __shared__ __align__(128) u8 buffer[8 * TILE_BYTES];
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, tile = blockIdx.x * 8 + warp, step = blockIdx.y;
   if (tile >= tiles) return;
   const u8* from = w + ((size_t)step * all_tiles + first_tile + tile) * TILE_BYTES;
   for (int o = lane * 16; o < TILE_BYTES; o += 512) *(uint4*)(buffer + warp * TILE_BYTES + o) = *(const uint4*)(from + o);

@@ -1,14 +1,14 @@
-"""What the GPU scripts share: JSON lines, the seconds that are left, and times of CUDA graphs."""
+"""What benchmarks share: printed figures and JSON lines, the seconds that are left, times on a device."""
 
 import json
+import shlex
 import statistics
+import sys
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import torch
 
 
 class Report:
@@ -20,15 +20,33 @@ class Report:
         seconds: float = float("inf"),
         device: str = "cuda",
         folder: Path = Path(),
+        settings: dict[str, Any] | None = None,
     ):
         self.failed = False
-        self.device, self.folder = device, folder
+        self.out, self.device, self.folder = out, device, folder
+        self.settings = settings or {}
         self._begin, self._seconds = time.perf_counter(), seconds
-        self._out = out.open("a") if out else None
+        self._file = out.open("a", encoding="utf-8") if out else None
 
     @property
     def left(self) -> float:
         return self._seconds - (time.perf_counter() - self._begin)
+
+    @property
+    def spent(self) -> float:
+        return time.perf_counter() - self._begin
+
+    def head(self, *names: str) -> dict[str, Any]:
+        """Return the facts of the machine and of this run, all of them or those named."""
+        from bough.bench import machine
+
+        facts = machine.head(self.settings, shlex.join(["python", "-m", "workshop", *sys.argv[1:]]))
+        return {name: facts[name] for name in names or facts}
+
+    def line(self, **facts: Any) -> None:
+        """Print a result as it is written."""
+        print(json.dumps(facts), flush=True)
+        self.write(**facts)
 
     def check(self, name: str, passed: bool, **facts: Any) -> None:
         self.failed |= not passed
@@ -36,7 +54,7 @@ class Report:
         self.write(check=name, passed=passed, **facts)
 
     def log(self, name: str, **facts: Any) -> None:
-        print(f"[{time.perf_counter() - self._begin:5.1f} s]", name, facts or "", flush=True)
+        print(f"[{self.spent:5.1f} s]", name, facts or "", flush=True)
         self.write(**{"what": name, **facts})
 
     def time(self, name: str, **facts: Any) -> None:
@@ -49,12 +67,14 @@ class Report:
         self.write(time=name, rows=rows, us=us, **facts)
 
     def write(self, **line: Any) -> None:
-        if self._out:
-            self._out.write(json.dumps(line) + "\n")  # at once: several threads may report
-            self._out.flush()
+        if self._file:
+            self._file.write(json.dumps(line) + "\n")  # at once: several threads may report
+            self._file.flush()
 
     def part(self, run: Callable[["Report"], None], *, needs: float = 0.0) -> None:
         """Run a part if `needs` seconds are left; an exception fails this part only."""
+        import torch
+
         if self.left < needs:
             self.log(f"{run.__name__} left out", seconds_left=round(self.left, 1))
             return
@@ -69,6 +89,8 @@ class Report:
 
 def graph_ms(work: Callable[[], object], *, repeats: int = 30) -> float:
     """Return the median time in milliseconds of a CUDA graph of `work`."""
+    import torch
+
     side = torch.cuda.Stream()
     # Page tables and lengths may still be being written.
     side.wait_stream(torch.cuda.current_stream())
@@ -86,6 +108,8 @@ def graph_ms(work: Callable[[], object], *, repeats: int = 30) -> float:
 
 def eager_ms(work: Callable[[], object], *, repeats: int = 5) -> float:
     """Return the median time in milliseconds of `work` between two events."""
+    import torch
+
     times = []
     for _ in range(repeats):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
