@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from bough.bench.cards import about_tok_s
 from bough.cli import view
 from bough.cli.completion import pulled_names
 from bough.cli.inventory import Inventory, Target, inventory
@@ -52,10 +53,19 @@ def list_models(
     }
     for row in (*facts["built_in"], *facts["models"], *facts["available"]):
         row["fits"] = _does_fit(row["size_bytes"], memory)
+        row["tok_s"] = _speed(row, device)
     if as_json:
         view.print_json(facts)
     else:
         _print(facts)
+
+
+def _speed(row: dict[str, Any], device: str) -> list[float | None] | None:
+    """Return about how many tokens a second, and with the draft; None: the device is not known."""
+    active = re.search(r"([0-9.]+)b-a([0-9.]+)b", str(row.get("card") or row["name"]).lower())
+    share = float(active[2]) / float(active[1]) if active else 1.0
+    speeds = about_tok_s(max(1, row["size_bytes"]), share, device, draft=bool(row["draft"]))
+    return None if speeds is None or not row["fits"] else list(speeds)
 
 
 def _does_fit(size: int, memory: int) -> bool:
@@ -159,10 +169,17 @@ def _available(found: Inventory) -> list[dict[str, Any]]:
 
 def _print(facts: dict[str, Any]) -> None:
     rows = [
-        [row["name"], row["card"] or "–", view.amount(row["size_bytes"]), _fits(row), _state(row)]
+        [
+            row["name"],
+            row["card"] or "–",
+            view.amount(row["size_bytes"]),
+            _fits(row),
+            _tok_s(row),
+            _state(row),
+        ]
         for row in (*facts["built_in"], *facts["models"])
     ]
-    columns = ["model", "short name", "size", "fits", "draft"]
+    columns = ["model", "short name", "size", "fits", "tok/s", "draft"]
     view.table(f"Models here and in {facts['cache']}", columns, rows, texts=("short name", "draft"))
     if facts["drafts"]:
         rows = [
@@ -176,21 +193,29 @@ def _print(facts: dict[str, Any]) -> None:
                 row["name"],
                 f"{row['size_bytes'] / 1e9:.1f} GB",
                 _fits(row),
+                _tok_s(row),
                 row["target"],
                 row["draft"] or "none",
             ]
             for row in facts["available"]
         ]
-        columns = ["short name", "about", "fits", "target", "draft"]
+        columns = ["short name", "about", "fits", "tok/s", "target", "draft"]
         heading = "Not here yet (bough pull NAME; bough show NAME --fit)"
         view.table(heading, columns, rows, texts=("target", "draft"), dim=True)
     view.plain(f"\nfits: with a short context on {facts['device']}, {view.amount(facts['memory_bytes'])}")
+    view.plain("tok/s: about, from the memory's bandwidth; then with the draft, at 4 tokens a step.")
     if facts["others"]:
         view.plain(f"\n{facts['others']} other GGUF files there cannot be run.")
 
 
 def _fits(row: dict[str, Any]) -> str:
     return "yes" if row["fits"] else "no"
+
+
+def _tok_s(row: dict[str, Any]) -> str:
+    if row["tok_s"] is None:
+        return "–"
+    return ", ".join(f"{speed:.{int(speed < 10)}f}" for speed in row["tok_s"] if speed is not None)
 
 
 def _state(row: dict[str, Any]) -> str:
