@@ -50,8 +50,8 @@ class PlannedFile:
 class _PiecewiseWriter(GGUFWriter):
     """A GGUF writer that takes tensors in pieces, from any thread and in any order."""
 
-    def write_header(self) -> None:
-        super().write_header()
+    def write_header(self, *, holes: bool = False) -> None:
+        super().write_header(holes=holes)
         assert self._file is not None
         self._file.flush()
         try:

@@ -9,28 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bough.bench.cards import CARDS
 from bough.config import EngineConfig
 from bough.errors import UsageError
 from bough.gguf.reader import GGUFFile
 from bough.memory.estimate import MemoryEstimate, estimate_memory
 from bough.models.spec import ModelSpec
 
-# GB/s of the data sheets. An H200's 4,800 are 4,347 for a plain sum.
-CARDS = {
-    "RTX 3080": 760,
-    "RTX 3090": 936,
-    "RTX 4080": 717,
-    "RTX 4090": 1008,
-    "RTX 5070 Ti": 896,
-    "RTX 5080": 960,
-    "RTX 5090": 1792,
-    "RTX A6000": 768,
-    "L40S": 864,
-    "A100 40GB": 1555,
-    "A100 80GB": 2039,
-    "H100": 3352,
-    "H200": 4800,
-}
 READABLE = 4347 / 4800
 # 27B in Q4_K_M after 256 tokens on an H200 (benchmarks/results/step.jsonl, commit 96f52f0): the share of the
 # read bandwidth that a forward pass reaches, by rows, and that of its matmuls alone; 16 rows interpolated.
@@ -61,6 +46,7 @@ def card_named(name: str) -> str:
     """Return the card that is meant: `3090`, `rtx-3090` and `RTX 3090` are one."""
     wanted = _plain(name)
     found = [card for card in CARDS if wanted and _plain(card).endswith(wanted)]
+    found = [card for card in found if _plain(card) == wanted] or found
     if len(found) != 1:
         raise UsageError(f"`predict` is {name!r}, needed: one of {', '.join(CARDS)}", param="predict")
     return found[0]

@@ -8,6 +8,8 @@ from bough.config import EngineConfig
 from bough.errors import ResourceError, UsageError
 
 if TYPE_CHECKING:
+    import torch
+
     from bough.gguf.reader import GGUFFile
     from bough.models.spec import ModelSpec
 
@@ -67,7 +69,23 @@ def survey(file: "GGUFFile", spec: "ModelSpec", config: EngineConfig) -> dict[st
         "line": with_flags(plan.line()),
         "notes": [with_flags(note) for note in plan.notes()],
     }
-    return facts | {"plan": chosen}
+    return facts | {"plan": chosen, "speed": _speed(file, config, device)}
+
+
+def _speed(file: "GGUFFile", config: EngineConfig, device: "torch.device") -> dict[str, Any] | None:
+    """Return the predicted speed on this machine's GPU; None: there is none, or it is not known."""
+    import torch
+
+    from bough.bench.cards import card_of_device
+    from bough.bench.predict import predict
+
+    if not torch.cuda.is_available():
+        return None
+    card = card_of_device(torch.cuda.get_device_name(device))
+    if card is None:
+        return None
+    sizes = {row["rows"]: row["tok_s"] for row in predict(file.path, config, card)["sizes"]}
+    return {"card": card, "plain": sizes[1][1], "tree": sizes[24].get(4) if config.draft else None}
 
 
 def show(facts: dict[str, Any]) -> None:
@@ -96,7 +114,18 @@ def show(facts: dict[str, Any]) -> None:
     if plan is None:
         view.paragraphs(problem["message"], f"hint: {problem['hint']}")
     else:
-        view.paragraphs(plan["line"], *plan["notes"])
+        view.paragraphs(plan["line"], *plan["notes"], *_speed_line(facts.get("speed")))
+
+
+def _speed_line(speed: dict[str, Any] | None) -> list[str]:
+    if speed is None:
+        return []
+    tree = speed["tree"]
+    with_draft = f", {tree[0]:.0f} to {tree[1]:.0f} with the draft at 4 tokens a step" if tree else ""
+    return [
+        f"About {speed['plain'][0]:.0f} to {speed['plain'][1]:.0f} tok/s on this {speed['card']}{with_draft}"
+        " (predicted)."
+    ]
 
 
 def _meaning(row: dict[str, Any], chosen: bool) -> str:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from bough.bench.cards import about_tok_s
 from bough.cli import view
 from bough.cli.completion import pulled_names
 from bough.cli.inventory import Inventory, Target, inventory
@@ -53,22 +54,29 @@ def list_models(
         "available": _available(found),
     }
     for row in (*facts["built_in"], *facts["models"], *facts["available"]):
-        row |= {"fits": _does_fit(row["size_bytes"], memory), "slow": _is_slow(row, device)}
+        row["fits"] = _does_fit(row["size_bytes"], memory)
+        row["tok_s"] = _speed(row, device)
     if as_json:
         view.print_json(facts)
     else:
         _print(facts)
 
 
+def _speed(row: dict[str, Any], device: str) -> list[float | None] | None:
+    """Return about how many tokens a second, and with the draft; None: the device is not known."""
+    share = _read_share(f"{row['name']} {row.get('card') or ''}")
+    speeds = about_tok_s(max(1, row["size_bytes"]), share, device, draft=bool(row.get("draft")))
+    return None if speeds is None or not row["fits"] else list(speeds)
+
+
 def _does_fit(size: int, memory: int) -> bool:
     return OVERHEAD * size + RUNNING <= memory
 
 
-def _is_slow(row: dict[str, Any], device: str) -> bool:
-    """Return whether a CPU reads so much for a token that few come in a second."""
-    share = re.search(r"([0-9.]+)b-a([0-9.]+)b", f"{row['name']} {row.get('card') or ''}".lower())
-    active = float(share[2]) / float(share[1]) if share else 1.0
-    return device == CPU and row["size_bytes"] * active > SLOW
+def _read_share(name: str) -> float:
+    """Return the share of a model's weights that one token reads, from its name: 35B-A3B."""
+    active = re.search(r"([0-9.]+)b-a([0-9.]+)b", name.lower())
+    return float(active[2]) / float(active[1]) if active else 1.0
 
 
 def suggestion() -> str | None:
@@ -79,7 +87,7 @@ def suggestion() -> str | None:
     fitting = {
         name: size
         for name, size in sizes.items()
-        if _does_fit(size, room) and not _is_slow({"name": name, "size_bytes": size}, device)
+        if _does_fit(size, room) and not (device == CPU and size * _read_share(name) > SLOW)
     }
     return max(fitting, key=lambda name: fitting[name]) if fitting else None
 
@@ -97,12 +105,12 @@ def _quantisations(name: str, *, as_json: bool) -> None:
         for each in found
     ]
     for row in rows:
-        row["slow"] = _is_slow(row, device)
+        row["tok_s"] = _speed(row, device)
     if as_json:
         return view.print_json({"repo": repo.repo, "device": device, "memory_bytes": memory, "models": rows})
-    shown = [[row["name"], readable(row["size_bytes"]), _fits(row)] for row in rows]
-    view.table(f"{repo.repo} (bough pull NAME)", ["model", "size", "fits"], shown)
-    _explain(rows, device, memory)
+    shown = [[row["name"], readable(row["size_bytes"]), _fits(row), _tok_s(row)] for row in rows]
+    view.table(f"{repo.repo} (bough pull NAME)", ["model", "size", "fits", "tok/s"], shown)
+    _explain(device, memory)
 
 
 def _memory() -> tuple[str, int]:
@@ -183,10 +191,17 @@ def _available(found: Inventory) -> list[dict[str, Any]]:
 
 def _print(facts: dict[str, Any]) -> None:
     rows = [
-        [row["name"], row["card"] or "–", view.amount(row["size_bytes"]), _fits(row), _state(row)]
+        [
+            row["name"],
+            row["card"] or "–",
+            view.amount(row["size_bytes"]),
+            _fits(row),
+            _tok_s(row),
+            _state(row),
+        ]
         for row in (*facts["built_in"], *facts["models"])
     ]
-    columns = ["model", "short name", "size", "fits", "draft"]
+    columns = ["model", "short name", "size", "fits", "tok/s", "draft"]
     view.table(f"Models here and in {facts['cache']}", columns, rows, texts=("short name", "draft"))
     if facts["drafts"]:
         rows = [
@@ -200,27 +215,33 @@ def _print(facts: dict[str, Any]) -> None:
                 row["name"],
                 f"{row['size_bytes'] / 1e9:.1f} GB",
                 _fits(row),
+                _tok_s(row),
                 row["target"],
                 row["draft"] or "none",
             ]
             for row in facts["available"]
         ]
-        columns = ["short name", "about", "fits", "target", "draft"]
+        columns = ["short name", "about", "fits", "tok/s", "target", "draft"]
         heading = "Not here yet (bough pull NAME; bough show NAME --fit)"
         view.table(heading, columns, rows, texts=("target", "draft"), dim=True)
-    listed = [*facts["built_in"], *facts["models"], *facts["available"]]
-    _explain(listed, facts["device"], facts["memory_bytes"])
+    _explain(facts["device"], facts["memory_bytes"])
     if facts["others"]:
         view.plain(f"\n{facts['others']} other GGUF files there cannot be run.")
 
 
-def _explain(rows: list[dict[str, Any]], device: str, memory: int) -> None:
-    slow = "; slow: a few tokens a second at most" if any(row["fits"] and row["slow"] for row in rows) else ""
-    view.plain(f"\nfits: with a short context on {device}, {view.amount(memory)}{slow}")
+def _explain(device: str, memory: int) -> None:
+    view.plain(f"\nfits: with a short context on {device}, {view.amount(memory)}")
+    view.plain("tok/s: about, from the memory's bandwidth; then with the draft, at 4 tokens a step.")
 
 
 def _fits(row: dict[str, Any]) -> str:
-    return "no" if not row["fits"] else "yes, slow" if row["slow"] else "yes"
+    return "yes" if row["fits"] else "no"
+
+
+def _tok_s(row: dict[str, Any]) -> str:
+    if row["tok_s"] is None:
+        return "–"
+    return ", ".join(f"{speed:.{int(speed < 10)}f}" for speed in row["tok_s"] if speed is not None)
 
 
 def _state(row: dict[str, Any]) -> str:

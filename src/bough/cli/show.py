@@ -17,7 +17,7 @@ from bough.cli.flags import with_flags
 from bough.cli.footprint import in_mtp_block, on_cpu, on_gpu, stored
 from bough.cli.options import MODEL_HELP, Draft, MaxContext, Parallel, VramLimit
 from bough.config import DraftConfig, EngineConfig, SpecConfig, environment
-from bough.errors import DownloadFailed, ModelFileError, ModelNotFound, ResourceError, UsageError
+from bough.errors import BoughError, DownloadFailed, ModelFileError, ModelNotFound, ResourceError, UsageError
 from bough.gguf.types import NATIVE_TYPES
 from bough.hub.catalog import EMBEDDED, MODES, Card, Sampling
 from bough.hub.download import fetch_heads, gguf_files
@@ -112,20 +112,34 @@ def _header(meant: Meaning, folder: Path, missing: ModelNotFound) -> "GGUFFile":
     from bough.gguf.reader import GGUFFile
 
     name = meant.fetched
-    if name is None or environment().offline:
+    if name is None:
         raise missing
+    if environment().offline:
+        return _from_card(meant, folder, missing)
     for length in HEADERS:
         try:
             with view.Screen().waiting("Asking the hub"):
                 paths = fetch_heads(name, gguf_files(name), folder, length=length)
-        except DownloadFailed:
-            raise missing from None
+        except DownloadFailed as unreachable:
+            return _from_card(meant, folder, unreachable)
         try:
             return GGUFFile.open(paths[0])
         except ModelFileError:
             if length == HEADERS[-1]:
                 raise
     raise AssertionError("HEADERS is empty")
+
+
+def _from_card(meant: Meaning, folder: Path, problem: BoughError) -> "GGUFFile":
+    """Return a catalogue name's target with a header made of its card; raise `problem` for other names."""
+    from bough.convert.header import write_target
+    from bough.gguf.reader import GGUFFile
+
+    card = meant.card
+    if card is None or card.shape is None or meant.fetched != card.target:
+        raise problem
+    view.Screen().note(f"The hub cannot be asked: figures of {card.name} that come with Bough.")
+    return GGUFFile.open(write_target(card, card.shape, folder / f"{card.name}.gguf"))
 
 
 def _fit(
@@ -157,9 +171,15 @@ def _draft_file(named: str, target: Path, card: Card | None) -> Generator[Path |
         yield found
         return
     with tempfile.TemporaryDirectory(prefix="bough-show-") as folder:
-        with contextlib.suppress(ModelNotFound):  # without a network the plan is one without a draft
+        try:
             if not environment().offline:
                 found = draft_head(card.draft, Path(folder), length=HEADERS[0])
+        except (ModelNotFound, DownloadFailed):
+            found = None
+        if found is None and card.shape is not None and card.shape.draft is not None:
+            from bough.convert.header import write_draft
+
+            found = write_draft(card, card.shape, Path(folder))
         yield found
 
 

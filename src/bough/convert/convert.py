@@ -132,13 +132,7 @@ def write_model(
         if types[rule.name] is not wanted:
             fallbacks.append(Fallback(rule.name, wanted, types[rule.name]))
     with GGUFWriter(output, sizes.family.architecture) as writer:
-        heading: list[Entry] = [
-            ("general.type", "model", None),
-            ("general.name", name, None),
-            ("general.file_type", FILE_TYPES[mix], None),
-            ("general.quantization_version", QUANTISATION_VERSION, None),
-        ]
-        for key, value, kind in _last_of_each([*heading, *metadata(sizes), *entries]):
+        for key, value, kind in _last_of_each([*heading(name, mix), *metadata(sizes), *entries]):
             writer.add(key, value, kind)
         for rule in rules:
             writer.add_tensor(rule.name, rule.shape, types[rule.name])
@@ -157,6 +151,16 @@ def write_model(
         fallbacks=tuple(fallbacks),
         dropped=tuple(dropped),
     )
+
+
+def heading(name: str, mix: str) -> list[Entry]:
+    """Return what a file says of itself."""
+    return [
+        ("general.type", "model", None),
+        ("general.name", name, None),
+        ("general.file_type", FILE_TYPES[mix], None),
+        ("general.quantization_version", QUANTISATION_VERSION, None),
+    ]
 
 
 def model_name(folder: Path) -> str:

@@ -99,8 +99,11 @@ class GGUFWriter:
         self._offsets[name] = self._data_bytes
         self._data_bytes += info.nbytes + self._padding(info.nbytes)
 
-    def write_header(self) -> None:
-        """Check that the disk has space for the whole file, then write all but the tensor data."""
+    def write_header(self, *, holes: bool = False) -> None:
+        """Check that the disk has space for the whole file, then write all but the tensor data.
+
+        With `holes` the tensors are left out: the file has the size of a whole one, and takes no space.
+        """
         assert self._file is None and not self._closed, "the header is written"
         header = bytearray(MAGIC)
         header += struct.pack("<IQQ", VERSION, len(self._tensors), len(self._metadata))
@@ -118,11 +121,15 @@ class GGUFWriter:
             if self.path.is_dir():
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
             self.part_path.unlink(missing_ok=True)
-            if shutil.disk_usage(self.path.parent).free < self._data_start + self._data_bytes:
+            space = self._data_start + (0 if holes else self._data_bytes)
+            if shutil.disk_usage(self.path.parent).free < space:
                 self._refuse_space(os.strerror(errno.ENOSPC))
             # not in a `with`: the file stays open until close()
             self._file = self.part_path.open("wb")
             self._file.write(header)
+            if holes:
+                self._file.truncate(self._data_start + self._data_bytes)
+                self._unwritten.clear()
         except OSError as error:
             self._translate(error)
 

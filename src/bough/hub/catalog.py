@@ -52,6 +52,20 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True)
+class Shape:
+    """What a target's header says beside `Match`: enough to plan before the download."""
+
+    feed_forward: int  # 0 where every layer has experts
+    heads: tuple[int, int, int]  # query heads, KV heads, dims
+    delta: tuple[int, int] | None  # key heads, value heads; None: no Gated DeltaNet
+    experts: tuple[int, int, int] | None  # how many, of which used, their width
+    vocabulary: int
+    context: int
+    tied: bool
+    draft: tuple[int, int] | None  # layers and feed-forward of the draft; None: there is none
+
+
+@dataclass(frozen=True, slots=True)
 class Card:
     name: str
     title: str
@@ -63,6 +77,7 @@ class Card:
     budget: int
     thinking: bool  # whether it reasons by default
     effort: str  # of its reasoning where a request does not say; empty: its template's default
+    shape: Shape | None  # None: of a pair that is part of the package
     sampling: Mapping[str, Sampling]  # recommended, by mode; empty: what the file recommends
 
 
@@ -163,12 +178,31 @@ def _read(path: Path) -> Card:
         budget=settings.take("budget", int),
         thinking=settings.take("thinking", bool),
         effort=settings.take("effort", str, ""),
+        shape=_shape(table.table("shape")) if table.has("shape") else None,
         sampling={} if sampling is None else {mode: _sampling(sampling.table(mode)) for mode in MODES},
     )
     for each in (table, match, settings, sampling, pair):
         if each is not None:
             each.finish()
     return card
+
+
+def _shape(table: "_Table") -> Shape:
+    def numbers(key: str, count: int) -> Any:
+        return table.numbers(key, count) if table.has(key) else None
+
+    shape = Shape(
+        feed_forward=table.take("feed_forward", int, 0),
+        heads=table.numbers("heads", 3),
+        delta=numbers("delta", 2),
+        experts=numbers("experts", 3),
+        vocabulary=table.take("vocabulary", int),
+        context=table.take("context", int),
+        tied=table.take("tied", bool, False),
+        draft=numbers("draft", 2),
+    )
+    table.finish()
+    return shape
 
 
 def _pair(table: "_Table") -> Pair:
@@ -202,6 +236,13 @@ class _Table:
             wanted = "a list of strings" if kind is list else f"a value of type {kind.__name__}"
             raise ModelFileError(f"{self._source}: {key} is {value!r}, needed {wanted}")
         return value
+
+    def numbers(self, key: str, count: int) -> Any:
+        """Return a tuple of `count` whole numbers."""
+        value = self._values.pop(key, None)
+        if type(value) is not list or len(value) != count or any(type(each) is not int for each in value):
+            raise ModelFileError(f"{self._source}: {key} is {value!r}, needed {count} whole numbers")
+        return tuple(value)
 
     def name(self, key: str) -> str:
         value = self.take(key, str)

@@ -232,7 +232,8 @@ class MemoryPlanner:
             wider = replace(wider, candidates=self.candidates)
             context = min(plan.max_ctx, wider._longest(plan.kv, options))
             more = wider.estimate.without_kv() - self.estimate.without_kv()
-            if context == plan.max_ctx or (shortened and more <= _SEQUENCES_SHARE * self.budget.limit):
+            room = context >= _PREFERRED_CTX and more <= _SEQUENCES_SHARE * self.budget.limit
+            if context == plan.max_ctx or (shortened and room):
                 return wider._plan(plan.kv, options, context, plan.reason)
         return plan
 
