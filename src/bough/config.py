@@ -197,5 +197,6 @@ def set_ray_environment() -> None:
 
 def child_environment(variables: Mapping[str, str], *, without: Sequence[str] = ()) -> dict[str, str]:
     """Return the environment for a child process that is not ours."""
-    kept = {item for item in os.environ.items() if item not in (SPIN, FUSION) and item[0] not in without}
+    ours = (SPIN, *FUSION.items())
+    kept = {item for item in os.environ.items() if item not in ours and item[0] not in without}
     return dict(kept) | dict(variables)

@@ -3,7 +3,7 @@
 import os
 
 SPIN = ("GOMP_SPINCOUNT", "1000")
-FUSION = ("TRITON_DEFAULT_FP_FUSION", "1")
+FUSION = {"TRITON_DEFAULT_FP_FUSION": "1", "TRITON_FORCE_DISABLE_FP_FUSION": "0"}
 
 
 def set_variables() -> None:
@@ -14,4 +14,4 @@ def set_variables() -> None:
     that does not say: the text would differ from one release to the next, so users cannot set it either.
     """
     os.environ.setdefault(*SPIN)
-    os.environ[FUSION[0]] = FUSION[1]
+    os.environ |= FUSION

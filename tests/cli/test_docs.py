@@ -10,6 +10,7 @@ import pytest
 
 from tests.cli.chat_server import ChatServer, echo
 from tests.convert.hf_models import build_hf, save_hf
+from tests.gguf_edit import edited
 from tests.hub.fake_pairs import make_draft
 from tests.server.live import scripted
 
@@ -57,6 +58,8 @@ def workplace(tmp_path, monkeypatch, hub, bough, tiny_model) -> Path:
     hub.repos["Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF"] = {
         "qwen2.5-q4_k_m.gguf": tiny_model("qwen2").read_bytes()
     }
+    embedding = folder / "Qwen3-Embedding-0.6B-Q8_0.gguf"
+    edited(tiny_model("qwen3"), embedding, keys={"qwen3.pooling_type": 3})
     make_draft(tiny_model(), folder / "draft")
     return folder
 

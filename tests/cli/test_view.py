@@ -87,7 +87,7 @@ def test_long_work_shows_a_bar_and_takes_it_away(monkeypatch):
         bar.update(5_000_000, 10_000_000)
         time.sleep(0.3)
     shown = stream.getvalue()
-    assert "Loading [red]x␛.gguf" in shown and "5.0/10.0 MB" in shown
+    assert "Loading [red]x␛.gguf" in shown and "4.77 of 9.54 MiB" in shown
     assert shown.rstrip().endswith("\x1b[2K")  # the line was erased
 
 

@@ -101,7 +101,7 @@ def test_a_known_model_type_is_enough(folder: Path):
         ({"num_key_value_heads": 3}, UnsupportedModel, "4 attention heads, needed: a multiple of 3"),
         ({"head_dim": 31}, UnsupportedModel, "rope on 1.0 of 31"),
         ({"quantization_config": {"quant_method": "awq"}}, UnsupportedModel, "weights quantised as awq"),
-        ({"partial_rotary_factor": 0.5}, UnsupportedModel, "rope on 0.5 of 32, needed: on 1.0 of it"),
+        ({"partial_rotary_factor": 0.5}, UnsupportedModel, "rope on 0.5 of 32, needed: on all of it"),
     ],
 )
 def test_configurations_we_cannot_convert(

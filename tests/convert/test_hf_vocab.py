@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, pre_tokenizers
 
 from bough.convert.checkpoint import HFConfig
 from bough.convert.hf_vocab import CONTROL, NORMAL, UNUSED, USER_DEFINED, read_vocabulary
@@ -105,6 +105,15 @@ def test_a_bos_that_the_post_processor_adds(tmp_path: Path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     found = read(tmp_path)
     assert found["add_bos_token"] is True and found["bos_token_id"] == 286
+
+
+def test_smollm_cuts_digits_out_first(tmp_path: Path):
+    tokenizer = build_tokenizer("qwen2")
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert read(tmp_path)["pre"] == "smollm"
 
 
 def test_templates_in_the_tokenizer_configuration(tmp_path: Path):

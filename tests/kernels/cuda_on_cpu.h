@@ -248,6 +248,9 @@ static unsigned __float_as_uint(float x) { return bits_as<unsigned>(x); }
 static int __float_as_int(float x) { return bits_as<int>(x); }
 static float __fmul_rn(float x, float y) { return x * y; }
 static float __fadd_rn(float x, float y) { return x + y; }
+static float rsqrtf(float x) { return 1 / sqrtf(x); }
+#define __expf expf
+static float __fdividef(float x, float y) { return x / y; }
 static int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
 static int __ffs(int x) { return __builtin_ffs(x); }
 static int min(int a, int b) { return a < b ? a : b; }

@@ -12,15 +12,14 @@ from bough.kernels.kv_cache.reference import encode
 from bough.kernels.kv_cache.rotation import rotate, rotate_back
 from tests.kernels.cards import CARDS
 from tests.kernels.delta_layer import ancestors_of
-from tests.kernels.emulator import Emulation, emulate, needs_compiler
+from tests.kernels.emulator import PDL, Emulation, emulate, needs_compiler
 from tests.kernels.paths import roots
 
 __all__ = ["emulate"]
 pytestmark = needs_compiler
 PAGE = 64
 BODIES = {
-    "void launch_dependents": "",
-    "void wait_for_inputs": "",
+    **PDL,
     "u32 shared_address": "return (u32)((const u8*)p - shared_memory);",
     "void copy16": "copy_later(to, from, given, 16);",
     "void copy4": "copy_later(to, from, 4, 4);",

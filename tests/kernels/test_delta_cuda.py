@@ -7,18 +7,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from bough.kernels import causal_conv, delta_rule
+from bough.kernels.causal_conv import cuda as conv_cuda
+from bough.kernels.causal_conv import reference as conv_reference
 from bough.kernels.delta_rule import cuda, reference
+from tests.kernels import delta_layer
 from tests.kernels.cards import CARDS
-from tests.kernels.delta_layer import ancestors_of
-from tests.kernels.emulator import Emulation, emulate, needs_compiler
+from tests.kernels.delta_layer import DeltaLayer, ancestors_of, check_cuts_into_steps
+from tests.kernels.emulator import HALVES, PDL, Emulation, emulate, needs_compiler
 
 __all__ = ["emulate"]
 pytestmark = needs_compiler
-BODIES = {
-    "void launch_dependents": "",
-    "void wait_for_inputs": "",
-    "void copy": "copy_later(to, from, wanted ? 16 : 0, 16);",
-}
+BODIES = {**PDL, **HALVES, "void copy": "copy_later(to, from, wanted ? 16 : 0, 16);"}
 
 
 def scattered(rows: int, seed: int) -> list[int]:
@@ -114,3 +114,38 @@ def test_the_delta_rule_of_trees(
     for item, (begin, end) in enumerate(pairwise(heads.bounds)):
         for row in range(0, end - begin, 4):
             assert torch.equal(out[begin + row], heads.root(item, row)), f"{names[item]}, row {row}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_the_convolution_of_trees(emulate: Emulation, dtype: torch.dtype) -> None:
+    emulate(conv_cuda, CARDS["RTX 3090"], BODIES, conv_cuda._kernel, backwards=dtype is torch.float32)
+    torch.manual_seed(4)
+    layer = DeltaLayer((1, 3, conv_cuda.DIM), dtype)
+    layer.tree_inputs.normal_()
+    layer.tree_gates.normal_()
+    layer.path = [0, 3, 7, 8]
+    tree = TREES["scattered"]
+    tables, rows = layer._tables(tree), layer.rows(len(tree))
+    names = ("window", "tree_inputs", "tree_gates")
+    before = {name: tables[name].clone() for name in names}
+    found = conv_cuda.tree_conv(*rows, *layer.weights, **tables)
+    expected = conv_reference.tree_conv(*rows, *layer.weights, **{**tables, **before})
+    for one, other in zip(found, expected, strict=True):
+        assert error(one, other.double()) < 1e-6
+    for name in names:
+        assert error(tables[name], before[name].double()) < 1e-6
+
+
+def test_a_layer_gives_the_same_bits_for_every_cut_into_steps(
+    emulate: Emulation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emulate(conv_cuda, CARDS["H200"], BODIES, conv_cuda._kernel)
+    emulate(cuda, CARDS["H200"], BODIES, cuda._module, cuda._kernel)
+    for module in (delta_layer, delta_rule):
+        monkeypatch.setattr(module, "tree_delta", cuda.tree_delta)
+    for module in (delta_layer, causal_conv):
+        monkeypatch.setattr(module, "tree_conv", conv_cuda.tree_conv)
+    torch.manual_seed(3)
+    check_cuts_into_steps(
+        DeltaLayer((1, 2, conv_cuda.DIM), torch.float16), [scattered(n, n) for n in (9, 4, 1)]
+    )

@@ -12,7 +12,7 @@ from tests.kernels.native_library import variants
 def test_the_native_library_is_there() -> None:
     """Every variant that this CPU runs; `python build.py` beside the sources makes them."""
     expected = usable_variants() if skip_reason() is None else []
-    assert variants() == expected, unavailable()
+    assert set(variants()) >= set(expected), unavailable()
 
 
 def test_there_is_a_compiler_for_emulated_kernels() -> None:

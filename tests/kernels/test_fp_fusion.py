@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from bough.startup import FUSION
+
 SCRIPT = Path(__file__).with_name("fused_kernel.py")
 
 
 def compiled(**environment: str) -> tuple[str, str]:
     """Return how many fused multiply-adds the kernel has, as a program on its own, and what it warns of."""
-    removed = ("TRITON_INTERPRET", "TRITON_DEFAULT_FP_FUSION")
+    removed = ("TRITON_INTERPRET", *FUSION)
     inherited = {name: value for name, value in os.environ.items() if name not in removed}
     command = [sys.executable, "-W", "always", str(SCRIPT)]
     done = subprocess.run(
@@ -21,7 +23,10 @@ def compiled(**environment: str) -> tuple[str, str]:
     return done.stdout.strip(), done.stderr
 
 
-@pytest.mark.parametrize("theirs", [{}, {"TRITON_DEFAULT_FP_FUSION": "0"}], ids=["unset", "switched off"])
+OFF = {"TRITON_DEFAULT_FP_FUSION": "0", "TRITON_FORCE_DISABLE_FP_FUSION": "1"}
+
+
+@pytest.mark.parametrize("theirs", [{}, OFF], ids=["unset", "switched off"])
 def test_kernels_fuse_multiply_adds_whatever_the_default(theirs: dict[str, str], tmp_path: Path) -> None:
     fused, warned = compiled(TRITON_CACHE_DIR=str(tmp_path), **theirs)
     assert fused == "by default 1, without fusion 0"

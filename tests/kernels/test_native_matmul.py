@@ -7,9 +7,9 @@ import torch
 
 from bough.gguf.quantise import quantise
 from bough.gguf.quants import dequantise
-from bough.gguf.types import QuantType
+from bough.gguf.types import NATIVE_TYPES, QuantType
 from bough.kernels.native import INT8, INT16, argmax_rows, has_kind, packed_bytes, rank_rows
-from bough.kernels.native.library import KINDS, parsed_flags, usable_variants
+from bough.kernels.native.library import parsed_flags, usable_variants
 from bough.kernels.native.memory import WeightMemory
 from bough.kernels.sampling import SamplingState, rank
 from bough.kernels.sampling import rank_rows as rank_state_rows
@@ -42,7 +42,7 @@ def weight(kind: str, rows: int, columns: int) -> torch.Tensor:
     return quantise(values, QuantType[kind])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", NATIVE_TYPES)
 @pytest.mark.parametrize(("rows", "columns"), [(8, 256), (37, 512), (1, 768)])
 def test_near_the_exact_result(kind: str, rows: int, columns: int) -> None:
     library, type = opened(), QuantType[kind]
@@ -56,7 +56,7 @@ def test_near_the_exact_result(kind: str, rows: int, columns: int) -> None:
         assert (found - exact).norm() <= (1e-6 if kind in FLOATS else error) * exact.norm()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", NATIVE_TYPES)
 def test_rows_of_a_packed_matrix(kind: str) -> None:
     library, type = opened(), QuantType[kind]
     source = weight(kind, 21, 512)
@@ -68,7 +68,7 @@ def test_rows_of_a_packed_matrix(kind: str) -> None:
 
 
 @pytest.mark.parametrize("mode", [INT8, INT16])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", NATIVE_TYPES)
 def test_same_bits_in_any_company(kind: str, mode: int) -> None:
     """Each row alone, among 1 to 9 others, with one thread and three, in every variant for this CPU."""
     source, x = weight(kind, 61, 512), torch.randn(70, 512)

@@ -14,7 +14,17 @@ from tests.convert.hf_models import build_hf, save_hf
 
 # Where there is a GPU the same tests run on it as well, in float32.
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-CASES = ["qwen35", "qwen35-tied", "qwen35-mtp", "qwen35moe", "qwen3-tied", "qwen2", "llama", "llama3"]
+CASES = [
+    "qwen35",
+    "qwen35-tied",
+    "qwen35-mtp",
+    "qwen35-rope",
+    "qwen35moe",
+    "qwen3-tied",
+    "qwen2",
+    "llama",
+    "llama3",
+]
 
 
 @dataclass
@@ -38,7 +48,14 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     case, _, device = request.param.partition("@")
     family, _, variant = case.partition("-")
     folder = tmp_path_factory.mktemp(case)
-    model, config = build_hf(family, seed=11, tie=variant == "tied")
+    rope = {
+        "rope_theta": 1e7,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [3, 3, 2],
+        "rope_type": "default",
+    }
+    changes = {"rope_parameters": rope} if variant == "rope" else {}
+    model, config = build_hf(family, seed=11, tie=variant == "tied", **changes)
     save_hf(model, config, folder / "hf", mtp=variant == "mtp")
     path = folder / "model.gguf"
     convert(folder / "hf", path, mix="f32")

@@ -15,7 +15,8 @@ from bough.errors import BoughError, ModelFileError, ModelNotFound, UnsupportedM
 from bough.gguf.reader import GGUFFile
 from bough.gguf.types import QuantType
 from bough.gguf.writer import GGUFWriter
-from bough.models.dflash import DFlashDraft
+from bough.models.dflash import DFlashDraft, open_draft
+from bough.models.draft_spec import default_taps
 from bough.models.spec import ModelSpec
 from tests.tiny_draft import draft_config, draft_tensors, gguf_metadata, save_draft, save_gguf
 
@@ -66,7 +67,7 @@ def test_a_sharded_checkpoint(target: ModelSpec, tmp_path: Path) -> None:
     load(
         tmp_path,
         target,
-        r"needed one .safetensors file for a draft, or all shards of one, found 1",
+        "model-00002-of-00002.safetensors: no such file, needed all 2 shards",
         ModelNotFound,
     )
     load(
@@ -134,6 +135,15 @@ def test_wrong_tensors(name: str, tensor: Any, message: str, target: ModelSpec, 
         tensors[name] = tensor
     save_file(tensors, tmp_path / "model.safetensors")
     load(tmp_path, target, message)
+
+
+def test_a_gguf_file_of_an_old_config_has_the_usual_taps(target: ModelSpec, tmp_path: Path) -> None:
+    depth = len(target.layers)
+    config = draft_config(target) | {"target_layer_ids": default_taps(depth, 3), "num_hidden_layers": 3}
+    keys = {name: value for name, value in gguf_metadata(config).items() if name != "dflash.target_layers"}
+    path = save_gguf(tmp_path / "old.gguf", keys, draft_tensors(config))
+    with open_draft(path, target) as (spec, _):
+        assert list(spec.taps) == default_taps(depth, 3)
 
 
 def test_wrong_gguf_tensors(target: ModelSpec, tmp_path: Path) -> None:

@@ -26,6 +26,14 @@ def environment(request, tmp_path) -> dict[str, str]:
     }
 
 
+@pytest.fixture
+def plain(tmp_path) -> dict[str, str]:
+    """Give the environment of a program, whose system a test sets."""
+    folders = dict.fromkeys(("XDG_CACHE_HOME", "XDG_STATE_HOME", "HF_HOME"), str(tmp_path))
+    path = f"{HERE}{os.pathsep}{SOURCES}"
+    return os.environ | folders | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
+
+
 def run(environment, *arguments: str, program=("-m", "bough"), stdin: str = ""):
     command = [sys.executable, *program, *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, input=stdin, timeout=120)
@@ -91,6 +99,58 @@ def test_the_background_needs_a_lock(environment):
         assert result.returncode == 2 and "without --daemon" in result.stderr
     else:
         assert result.returncode == 1 and "no server runs in the background" in result.stderr
+
+
+def card_of(environment, system: str, *, triton: bool) -> dict[str, str]:
+    """Return the environment of a system with a GPU, with Triton or without."""
+    return environment | {"LIKE": system, "CARD": "1"} | ({"TRITON": "1"} if triton else {})
+
+
+REFUSALS = {
+    "windows": "hint: pip install triton-windows, or run in WSL2; --device cpu",
+    "wsl2": "hint: pip install triton; --device cpu",
+}
+
+
+@pytest.mark.parametrize("system", REFUSALS)
+@pytest.mark.parametrize(
+    "command", [["run", "-p", "hi", "-n", "4"], ["serve", "--port", "0"]], ids=["run", "serve"]
+)
+def test_a_gpu_without_triton_is_refused_in_a_sentence(plain, command, system):
+    result = run(card_of(plain, system, triton=False), *command)
+    assert (
+        result.returncode != 0 and "Traceback" not in result.stderr and "ModuleNotFound" not in result.stderr
+    )
+    assert "a GPU needs Triton, which is not installed" in result.stderr
+    assert REFUSALS[system] in " ".join(result.stderr.split())
+
+
+def test_a_gpu_without_triton_leaves_the_cpu(plain):
+    environment = card_of(plain, "windows", triton=False)
+    result = run(environment, "run", "--device", "cpu", "-p", "def fibonacci(n):", "-n", "24", "--greedy")
+    assert result.returncode == 0 and "def fibonacci(n):" in result.stdout, result.stderr
+
+
+@pytest.mark.parametrize("system", REFUSALS)
+@pytest.mark.parametrize("triton", [True, False])
+def test_doctor_and_list_with_a_gpu(plain, system, triton):
+    """`doctor` says what is missing, with what helps; `list` needs neither."""
+    environment = card_of(plain, system, triton=triton)
+    result = run(environment, "doctor")
+    seen = " ".join(result.stdout.split())
+    assert "Traceback" not in result.stderr and result.returncode == 1  # nothing computes on this card
+    assert "NVIDIA GeForce RTX 4090" in seen
+    missing = "not installed: without it models run on the CPU alone"
+    assert (missing in seen) != triton and ("gpu kernel: matmul" in seen) == triton
+    assert triton or ("triton-windows" in seen) == (system == "windows")
+    listed = run(environment, "list")
+    assert listed.returncode == 0 and "qwen3.6-27b" in listed.stdout.lower()
+
+
+@pytest.mark.parametrize("system", REFUSALS)
+def test_doctor_without_a_gpu(plain, system):
+    result = run(plain | {"LIKE": system}, "doctor")
+    assert result.returncode == 0 and "only a GPU needs it" in " ".join(result.stdout.split()), result.stderr
 
 
 def test_python(environment):

@@ -267,6 +267,7 @@ def test_requests_while_loading():
             "max_queue": 64,
             "models": 1,
             "models_max": 1,
+            "checking": 0,
             "pid": os.getpid(),
         }
         assert http.post("/v1/chat/completions", json=CHAT).status_code == 200

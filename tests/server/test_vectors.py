@@ -136,6 +136,7 @@ def test_rerank(http: httpx2.Client, files: dict[str, Path], route: str):
             r"documents\[0\] has no text",
         ),
         ("/v1/embeddings", {"input": []}, "input has 0 entries"),
+        ("/v1/embeddings", {"input": [5] * 20_000}, "the prompt has 20000 tokens, the context holds 256"),
         ("/v1/embeddings", {"input": ["a", ""]}, "an input is empty"),
         ("/v1/embeddings", {"input": "a", "encoding_format": "int8"}, "encoding_format"),
         (

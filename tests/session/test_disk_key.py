@@ -45,6 +45,8 @@ KEEPS: dict[str, Any] = {
     "threads": 1,
     "compress": CompressConfig("auto", above=1000),
     "costs": Path("costs.json"),
+    "effort": "low",  # of a template's words: other tokens
+    "break_loops": False,
     "prefix_cache": 1 << 25,
     "prefix_cache_exact": True,
     "prefix_cache_dir_size": 1 << 30,
@@ -139,13 +141,17 @@ def test_the_model_and_its_mtp_block(
 def test_what_a_gpu_alone_has(
     tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prefill in int8, and the card."""
+    """Prefill in int8, the card, and which kernels run on it."""
     keys, cards = [], itertools.cycle(["card A", "card B"])
     monkeypatch.setattr(loading, "SnapshotFiles", lambda folder, made_of, limit: keys.append(made_of))
     monkeypatch.setattr(loading, "device_name", lambda _: next(cards))
+    kernels = [""]
+    monkeypatch.setattr(loading.backends, "identity", lambda: kernels[-1])
     with GGUFFile.open(tiny_model()) as file:
         plan = plan_memory(file, ModelSpec.from_gguf(file), BASE, torch.device("cpu"))
         for prefill, device in itertools.product(("exact", "int8"), ("cpu", "cuda", "cuda")):
             config = replace(BASE, prefill=prefill, prefix_cache_dir=tmp_path)
             loading._prefix_cache(config, file, plan, torch.device(device))
-    assert len(set(keys)) == 6
+        kernels.append(", attention in Triton")
+        loading._prefix_cache(config, file, plan, torch.device("cuda"))
+    assert len(set(keys)) == 7

@@ -176,13 +176,14 @@ def test_a_chain_has_no_branches_and_a_spine_tree_accepts_the_same() -> None:
 
 def test_silence_is_named_in_words() -> None:
     useless = clock(novel(3000), 0.0)
-    assert useless.drafter.warnings() == []
+    assert useless.drafter.warnings(0) == []
     useless.run(1500)
-    (note,) = useless.drafter.warnings()
-    assert "not one token of" in note and "target_layer_ids" in note
+    (note,) = useless.drafter.warnings(0)
+    assert "not one token of" in note and "the draft of this target" in note
+    assert useless.drafter.warnings(0) == [] and useless.drafter.warnings(-1) == [note]  # once, and ever
     working = clock(novel(3000), 0.4)
     working.run(1500)
-    assert working.drafter.warnings() == []
+    assert working.drafter.warnings(0) == []
 
 
 def test_without_a_draft_nothing_is_asked_and_plain_text_costs_nothing() -> None:

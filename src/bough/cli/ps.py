@@ -5,6 +5,7 @@ from typing import Annotated, Any
 import typer
 
 from bough.cli import daemon, view
+from bough.cli.flags import with_flags
 from bough.config import ServerConfig, environment
 
 ANSWER_S = 5.0
@@ -51,9 +52,16 @@ def ps(
             " --url names another one, bough serve starts one."
         )
     else:
-        for base in dict.fromkeys(each["address"] for each in models):
-            rows = [_row(each) for each in models if each["address"] == base]
-            view.table(base, ["model", "state", "requests", "memory", "context"], rows, texts=TEXTS)
+        _show(models)
+
+
+def _show(models: list[dict[str, Any]]) -> None:
+    for base in dict.fromkeys(each["address"] for each in models):
+        rows = [_row(each) for each in models if each["address"] == base]
+        view.table(base, ["model", "state", "requests", "memory", "context"], rows, texts=TEXTS)
+    for each in models:
+        for warning in each["warnings"]:
+            view.plain(f"{each['name']}: {with_flags(warning)}")
 
 
 def _models(base: str, key: str | None) -> list[dict[str, Any]]:
@@ -74,6 +82,7 @@ def _models(base: str, key: str | None) -> list[dict[str, Any]]:
                 "memory_bytes": each["size"],
                 "context": each["context_length"],
                 "device": each["device"],
+                "warnings": each.get("warnings", []),
                 "address": base,
             }
             for each in answer.json()["models"]

@@ -42,7 +42,7 @@ def line(
 
 
 def _proposers(stats: "RequestStats") -> str:
-    """Return the parts of acceptance where both proposed something that was accepted, or the draft nothing."""
+    """Return the parts of acceptance where something that prompt lookup proposed was accepted."""
     shares, steps = stats.shares, max(1, stats.steps)
     if not shares.lookup:
         return ""

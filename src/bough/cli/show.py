@@ -18,6 +18,7 @@ from bough.cli.footprint import in_mtp_block, on_cpu, on_gpu, stored
 from bough.cli.options import MODEL_HELP, Draft, MaxContext, Parallel, VramLimit
 from bough.config import DraftConfig, EngineConfig, SpecConfig, environment
 from bough.errors import DownloadFailed, ModelFileError, ModelNotFound, ResourceError, UsageError
+from bough.gguf.types import NATIVE_TYPES
 from bough.hub.catalog import EMBEDDED, MODES, Card, Sampling
 from bough.hub.download import fetch_heads, gguf_files
 from bough.hub.drafts import draft_head
@@ -373,6 +374,13 @@ def _model_rows(model: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _weights(facts: dict[str, Any]) -> str:
     need = facts["memory"][0]
+    others = [row["type"] for row in facts["types"] if row["type"] not in NATIVE_TYPES]
+    if others or facts["model"]["experts"]:
+        reason = "of experts" if facts["model"]["experts"] else f"of type {', '.join(others)}"
+        return (
+            f"{view.amount(facts['stored_bytes'])} as stored, and about that on a GPU; on a CPU PyTorch runs "
+            f"weights {reason}, in {view.amount(need['cpu']['weights'])} (32 bits each)"
+        )
     return (
         f"{view.amount(facts['stored_bytes'])} as stored, and about that on a GPU or in native CPU code; "
         f"{view.amount(need['cpu']['weights'])} in PyTorch on a CPU (32 bits each)"

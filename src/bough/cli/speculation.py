@@ -20,8 +20,8 @@ from bough.session.pairing import AUTO, LOOKUP, MTP, NONE, NamedDraft, draft_at_
 NO_NAMES = (AUTO, NONE, MTP, LOOKUP)
 OWN_BLOCK = "No draft: the MTP block in the model's own file proposes tokens."
 NO_DRAFT = (
-    "No draft is known for this model: prompt lookup alone proposes tokens, which helps where an answer "
-    "repeats its prompt. --draft names a draft, `bough train` makes one."
+    "No draft is known for this model: prompt lookup proposes tokens. "
+    "--draft names one, `bough train` makes one."
 )
 
 

@@ -129,8 +129,9 @@ def read_sizes(config: HFConfig, *, mtp_layers: int = 0) -> ModelSizes:
     rope = _rope(config)
     theta = rope.number("rope_theta", config.number("rope_theta", 10000.0))
     share = rope.number("partial_rotary_factor", config.number("partial_rotary_factor", _share(family)))
-    if share != _share(family) or head_dim * share % 2:
-        _refuse(config, f"rope on {share} of {head_dim}", f"on {_share(family)} of it, an even number")
+    if (share != 1 and not family.hybrid) or not 0 < share <= 1 or head_dim * share % 2:
+        needed = "on a part of it, an even number" if family.hybrid else "on all of it, an even number"
+        _refuse(config, f"rope on {share} of {head_dim}", needed)
     layers = config.integer("num_hidden_layers")
     return ModelSizes(
         family=family,

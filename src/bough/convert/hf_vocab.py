@@ -71,6 +71,9 @@ def pre_tokeniser(path: Path, tokenizer: dict[str, Any]) -> str:
             f"{path}: pre_tokenizer has the steps {kinds}, needed: ByteLevel, alone or after a Split"
         )
     byte_level = steps[kinds.index("ByteLevel")]
+    single = kinds == ["Digits", "ByteLevel"] and steps[0].get("individual_digits")
+    if single and byte_level.get("use_regex", True) and not byte_level.get("add_prefix_space", True):
+        return "smollm"
     if kinds == ["ByteLevel"] and byte_level.get("use_regex", True):
         return "gpt-2"
     if kinds != ["Split", "ByteLevel"] or byte_level.get("use_regex", True):

@@ -110,7 +110,8 @@ class Engine:
             captured = self.runner.capture(progress, slot=slot)
             if not captured:
                 self.short = 0  # steps that are not captured take as long as chunks
-            self._rehearse(slot, [min(2 * MAX_ROWS, self.max_ctx)])
+            # Whole chunks: their memory is taken now, and not by the first long prompt.
+            self._rehearse(slot, [min(self.prefill_chunk, self.max_ctx)])
             self.runner.rehearse(slot)
             return captured
 
@@ -120,6 +121,12 @@ class Engine:
         with self._fresh_slot() as slot:
             found = self.runner.measure(slot)
             return {min(rows, self.max_rows): times for rows, times in found.items()}
+
+    @torch.inference_mode()
+    def measure_draft(self) -> float:
+        """Return the seconds of a draft call, between requests."""
+        with self._fresh_slot() as slot:
+            return self.runner.measure_draft(slot)
 
     @torch.inference_mode()
     def rehearse(self) -> None:

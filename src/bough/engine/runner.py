@@ -35,6 +35,8 @@ Proposed = TypeVar("Proposed")
 _STOPS = 64  # end tokens that acceptance checks on the device; the host checks them all
 # Sequences that a padded step holds; those that are missing cost little, but not nothing.
 CAPACITIES = (1, 2, 4, 8, 16, 32, 64)
+# At a model's start costs of steps are measured for so long, or as long as so many plain steps take.
+_MEASURING_S, _MEASURING_STEPS = 0.2, 10
 _PATIENCE = 64  # steps of a size that run in a larger one before it is captured although others wait
 Masks = Sequence[np.ndarray | None]
 
@@ -88,6 +90,14 @@ class StepTimes:
     @property
     def verify_s(self) -> float:
         return self.forward_s + self.accept_s
+
+    @property
+    def draft_cost(self) -> float:
+        return self.cpu_shares[0] * self.draft_s
+
+    @property
+    def verify_cost(self) -> float:
+        return self.cpu_shares[1] * self.verify_s
 
 
 class Mark(IntEnum):
@@ -254,6 +264,7 @@ class StepRunner:
         """`max_rows` of a tree, the root included."""
         device, slots = target.device, len(states.lengths)
         self._target, self._states, self._drafter, self._device = target, states, drafter, device
+        self._taps = drafter.taps
         self._max_rows = max_rows
         # Every number twice: Triton compiles another kernel for addresses that are no multiple of 16.
         self._rows = torch.arange(MAX_ROWS, device=device)[:, None].repeat(1, 2)
@@ -380,8 +391,23 @@ class StepRunner:
         """
 
     def measure(self, slot: int = 0) -> dict[int, StepTimes]:
-        """Return the times of a step of one sequence by its rows, on a slot; none if they are not padded."""
-        return {}
+        """Return the times of a step of one sequence by its rows, on a slot."""
+        raise NotImplementedError
+
+    def _measured(self, slot: int, size: int) -> StepTimes:
+        self._states.reserve(slot, size)
+        self.accept(self.verify([Verify(slot, Tree.chain([0] * size), 1)]))
+        _, times = self.read_back()
+        self._states.lengths[slot] += 1
+        return times
+
+    def measure_draft(self, slot: int = 0) -> float:
+        """Return the seconds of a draft call, at best of two, on a slot."""
+        found = []
+        for _ in range(2):
+            self.draft(lambda: self._drafter.rehearse(slot))
+            found.append(self._measured(slot, 1).draft_cost)
+        return min(found)
 
     def _read(self, flat: Tensor) -> None:
         """Begin to copy an acceptance to the host."""
@@ -421,7 +447,7 @@ class StepRunner:
 
     def _forward(self, capacity: int, size: int, into: VerifyBuffers | None = None) -> Forward:
         step = self._step_of_one(size) if capacity == 1 else self._step_of_some(capacity, size)
-        found = self._target.verify(step, self._states.buffers, taps=self._drafter.taps, into=into)
+        found = self._target.verify(step, self._states.buffers, taps=self._taps, into=into)
         features, logits = found
         return Forward(step, features[0], logits[0], [])
 
@@ -455,7 +481,7 @@ class StepRunner:
             counts=self.sampler.counts,
         )
         self._states.commit_on_device(step, acceptance.last_rows)
-        if self._drafter.taps:
+        if self._taps:
             self._commit_draft(forward, acceptance)
         return acceptance
 
@@ -470,6 +496,16 @@ class EagerRunner(StepRunner):
         drafter.bind(self.sampler.rank)
         self._steps: dict[int, Step] = {}  # of one sequence, over static buffers, by rows
         self._placed = torch.zeros(3, MAX_ROWS, dtype=torch.int64, device=self._device)
+
+    def measure(self, slot: int = 0) -> dict[int, StepTimes]:
+        """Measure the root, the largest tree, and then others while there is time; each twice."""
+        largest, found, start = self._max_rows, {}, time.perf_counter()
+        for size in dict.fromkeys([1, *(rows for rows in (8, largest, 4, 2, 16, 12, 6) if rows <= largest)]):
+            tries = [self._measured(slot, size) for _ in range(2)]
+            found[size] = min(tries, key=lambda times: times.verify_cost)
+            if time.perf_counter() - start > max(_MEASURING_S, _MEASURING_STEPS * found[1].verify_cost):
+                break
+        return found
 
     def _step_of_one(self, size: int) -> Step:
         """Return the step of the tree that was loaded; on a CPU tensors are made once for each size."""
@@ -502,7 +538,7 @@ class EagerRunner(StepRunner):
         for row in path:
             counts[slot, tokens[row]] += 1
         self._states.commit_rows(slot, path, size=size)
-        if self._drafter.taps:
+        if self._taps:
             features = forward.features if len(path) == size else forward.features[path]
             self._drafter.commit_eager(slot, features)
         return [Accepted(path, [sampled[row] for row in path])]
@@ -588,6 +624,8 @@ class GraphRunner(StepRunner):
             for function in self._functions():
                 function.release()
             self._last = {}
+            if isinstance(error, torch.OutOfMemoryError):
+                raise  # with fewer pages it is possible
             warn_eager(error)
             return False
         self._pool = pool

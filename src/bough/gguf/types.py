@@ -2,6 +2,12 @@
 
 from enum import IntEnum
 
+# Types of weights that native CPU code multiplies, in the order of its C enumeration.
+NATIVE_TYPES = (
+    *("Q8_0", "Q4_K", "Q5_K", "Q6_K", "Q5_0", "Q4_0", "IQ4_NL", "IQ4_XS"),
+    *("F16", "BF16", "F32"),
+)
+
 
 class QuantType(IntEnum):
     """ggml type ids as stored in a file; only the types Bough reads."""

@@ -18,6 +18,10 @@ KVFormats = tuple[KVFormat, KVFormat]  # of K and of V
 TRITON_ON_WINDOWS = "pip install triton-windows, or run in WSL2"
 # Bytes that a process uses on a GPU outside torch's allocator. Where there is a GPU, the context is measured.
 CUDA_CONTEXT = 512 << 20
+# Bytes of a GPU that stay free for what other programs take later: a desktop's windows, a browser. On Windows
+# and WSL2 the driver moves what does not fit to host memory, silently and ten times slower.
+RESERVE, SHARED_RESERVE, WINDOWS_RESERVE = 256 << 20, 512 << 20, 1 << 30
+_SHARED_SHARE = 0.03  # of a card that other programs use, at least
 CUDA_LIBRARIES = 224 << 20  # cuBLAS workspaces, modules that are loaded later; 185 MiB measured on an H200
 
 
@@ -69,7 +73,7 @@ def device_name(device: torch.device, threads: int | None = None) -> str:
 def available_memory(device: torch.device) -> int:
     """Return the bytes that can be allocated now."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        return cuda_memory(device)[0]
     free = free_memory()
     for line in _read("/proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
@@ -116,24 +120,49 @@ def memory_budget(device: torch.device, limit: int | None = None) -> MemoryBudge
         return MemoryBudget(available_memory(device), 0)
     gc.collect()  # an engine that was loaded before does not count
     torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)  # creates the context, so that it counts as in use
-    return MemoryBudget(total if limit is None else min(limit, total), total - free)
+    free, total = cuda_memory(device)  # creates the context, so that it counts as in use
+    own = torch.cuda.memory_reserved(device)
+    kept = reserve(total, total - free - own - CUDA_CONTEXT)
+    return MemoryBudget(total - kept if limit is None else min(limit, total), total - free)
+
+
+def cuda_memory(device: torch.device) -> tuple[int, int]:
+    """Return the free and all bytes of a GPU; of one that shares the host's memory, what that has to give.
+
+    The driver counts the host's page cache as in use: a file of 17 GB that was just read, for example.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    if getattr(torch.cuda.get_device_properties(device), "is_integrated", False):
+        free = max(free, min(total, available_memory(torch.device("cpu"))))
+    return free, total
+
+
+def reserve(total: int, others: int) -> int:
+    """Return the bytes of a GPU that a plan leaves free; `others`: what other programs use now."""
+    if platform.system() == "Windows" or "microsoft" in platform.release().lower():  # WSL2's kernel says so
+        return WINDOWS_RESERVE
+    return max(SHARED_RESERVE, int(_SHARED_SHARE * total)) if others > CUDA_CONTEXT // 4 else RESERVE
 
 
 def assumed_budget(limit: int) -> MemoryBudget:
-    """Return the budget of a GPU of this size that is not installed here and runs nothing else."""
+    """Return the budget of a GPU of this size that is not installed here and runs nothing else.
+
+    The limit is all that may be used.
+    """
     return MemoryBudget(limit, CUDA_CONTEXT)
 
 
 def limit_allocator(budget: MemoryBudget, device: torch.device) -> None:
-    """Make torch's CUDA allocator fail beyond the budget."""
+    """Make torch's CUDA allocator fail beyond the budget, also where that is the whole card.
+
+    Else the drivers of Windows and WSL2 go on in host memory.
+    """
     total = torch.cuda.mem_get_info(device)[1]
-    if budget.limit < total:
-        # What torch holds already, for a scorer of prompts, is in use and not free, but it is torch's own.
-        own = torch.cuda.memory_reserved(device)
-        share = max(0, budget.free + own - CUDA_LIBRARIES) / total
-        index = torch.cuda.current_device() if device.index is None else device.index
-        torch.cuda.set_per_process_memory_fraction(share, index)
+    # What torch holds already, for a scorer of prompts, is in use and not free, but it is torch's own.
+    own = torch.cuda.memory_reserved(device)
+    share = max(0, budget.free + own - CUDA_LIBRARIES) / total
+    index = torch.cuda.current_device() if device.index is None else device.index
+    torch.cuda.set_per_process_memory_fraction(share, index)
 
 
 def gib(size: int) -> str:

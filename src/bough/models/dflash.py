@@ -226,7 +226,8 @@ def open_draft(
     """Open a draft and yield its spec, checked against the target, and its tensors."""
     if path.suffix == ".gguf":
         with GGUFFile.open(path) as file:
-            spec = DraftSpec.from_gguf(file, causal=causal).with_heads(file.tensors)
+            depth = len(target.layers)
+            spec = DraftSpec.from_gguf(file, causal=causal, target_depth=depth).with_heads(file.tensors)
             spec.check_target(target)
             spec.check_tensors(file.tensors, target, str(path))
             yield spec, file

@@ -160,10 +160,7 @@ class DraftSpec:
                 raise unknown_tensor(source, name, layers=len(self.layers))
 
     def _mismatch(self, key: str, seen: Any, needed: str) -> UnsupportedModel:
-        return UnsupportedModel(
-            f"{self.source}: the draft does not fit the target: {key} is {seen}, needed {needed}",
-            "bough list shows which draft belongs to which target; `draft` none decodes without one",
-        )
+        return _mismatch(self.source, key, seen, needed)
 
     @classmethod
     def from_config(
@@ -182,6 +179,8 @@ class DraftSpec:
         for key, needed in _FIXED.items():
             if keys.values.get(key) not in (None, needed):
                 raise UnsupportedModel(f"{source}: {key} is {shorten(keys.values[key])}, needed {needed!r}")
+        if (trained := keys.optional("num_target_layers")) not in (None, target_depth):
+            raise _mismatch(source, "num_target_layers", trained, f"the target's layers, {target_depth}")
         depth = keys.whole("num_hidden_layers", high=_MOST_LAYERS)
         layers = _config_layers(keys, depth)
         heads, width = keys.whole("num_attention_heads"), keys.whole("hidden_size")
@@ -217,8 +216,13 @@ class DraftSpec:
         )
 
     @classmethod
-    def from_gguf(cls, file: GGUFFile, *, causal: bool | None = None) -> "DraftSpec":
-        """From llama.cpp's `dflash` files, whose layer ids count from one."""
+    def from_gguf(
+        cls, file: GGUFFile, *, causal: bool | None = None, target_depth: int | None = None
+    ) -> "DraftSpec":
+        """From llama.cpp's `dflash` files, whose layer ids count from one.
+
+        A file made from an old config names no taps: those are then the usual ones of a target this deep.
+        """
         source, keys = str(file.path), _Settings(str(file.path), file.metadata)
         if file.architecture != "dflash":
             raise UnsupportedModel(
@@ -240,6 +244,8 @@ class DraftSpec:
             if file.metadata.get(key) not in (None, needed):
                 raise UnsupportedModel(f"{source}: {key} is {shorten(file.metadata[key])}, needed {needed!r}")
         taps = keys.layer_ids("dflash.target_layers", low=1)
+        if taps is None and target_depth is not None:
+            taps = [layer + 1 for layer in default_taps(target_depth, depth)]
         if taps is None:
             raise keys.bad("dflash.target_layers", "a list of the target's layers")
         tokens = file.metadata.get("tokenizer.ggml.tokens")
@@ -289,6 +295,13 @@ class DraftSpec:
         for key, seen, sound, needed in faults:
             if not sound:
                 raise UnsupportedModel(f"{self.source}: {key} is {seen}, needed {needed}")
+
+
+def _mismatch(source: str, key: str, seen: Any, needed: str) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"{source}: the draft does not fit the target: {key} is {seen}, needed {needed}",
+        "bough list shows which draft belongs to which target; `draft` none decodes without one",
+    )
 
 
 def unknown_tensor(source: str, name: str, *, layers: int | None = None) -> UnsupportedModel:

@@ -225,7 +225,6 @@ class NativeDecoder:
         logits: Tensor | None = None,
     ) -> Tensor:
         """Run a step, slot by slot; return features [B, n, taps * width] of each slot's last rows."""
-        check_taps(self.spec, taps)
         count = step.rows
         assert buffers.window is None and (step.is_chunk or count <= native.MAX_ROWS)
         skipped = 0 if tapped is None else max(0, count - tapped)
@@ -285,6 +284,7 @@ class NativeDecoder:
 
     def _wanted(self, taps: tuple[int, ...]) -> "ctypes.Array[ctypes.c_int32]":
         if taps not in self._taps:
+            check_taps(self.spec, taps)
             self._taps[taps] = (ctypes.c_int32 * len(taps))(*taps)
         return self._taps[taps]
 

@@ -144,6 +144,8 @@ def find_checkpoint(path: Path) -> tuple[Path, Path]:
         raise ModelNotFound(f"{path}: no such file or folder")
     folder = path if path.is_dir() else path.parent
     found = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if path.is_dir() and found and all(SHARD.fullmatch(file.name) for file in found):
+        _shards(found[0])  # raises for one that is missing
     if not one_checkpoint([file.name for file in found]) and path.is_dir():
         names = ", ".join(file.name for file in found[:4]) or "none"
         raise ModelNotFound(

@@ -99,8 +99,11 @@ class Connections:
         self.waits(new)
 
     def _oldest(self, *, strangers: bool) -> "_Protocol | None":
-        """Return what makes room: those without a key before those with one, waiting before not reading."""
-        idle = [*self._waiting, *self._stuck]
+        """Return what makes room: those without a key before those with one.
+
+        Of each, those that wait, then those that do not read, then those that send more than they wait for.
+        """
+        idle = [*self._waiting, *self._stuck, *(one for one in self._open if one.is_ahead)]
         unknown = [one for one in idle if one not in self._trusted]
         return next(iter(unknown if strangers else unknown + idle), None)
 
@@ -187,6 +190,11 @@ class _Protocol(H11Protocol):
             self.cycle.scope["state"][TRUST] = self._trust
         if self.cycle is not None and not self.cycle.response_complete:
             self.registry.runs(self)
+
+    @property
+    def is_ahead(self) -> bool:
+        """Return whether the client has sent further requests without waiting for an answer."""
+        return bool(self.conn.trailing_data[0])
 
     def _trust(self) -> None:
         self.registry.trust(self)

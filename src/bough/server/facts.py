@@ -65,6 +65,7 @@ def model_facts(session: Session, path: Path, config: EngineConfig) -> Mapping[s
         "approximate": session.engine.approximate,
         "draft": config.draft.path.name if config.draft else None,
         "proposes": _proposer(session, config),
+        "warnings": session.engine.drafter.warnings(-1),
         "budget": config.speculation.budget if config.speculation else 0,
         "prefix_cache": dataclasses.asdict(session.engine.prefixes.usage),
         "compress": config.compress.mode,

@@ -246,6 +246,7 @@ class About:
             "expires_at": NEVER,
             **state,
             "device": found.get("device", ""),
+            "warnings": found.get("warnings", []),
         }
 
 

@@ -178,5 +178,6 @@ def line(job: Job, result: RequestResult) -> str:
         f"accept {stats.acceptance_length:.2f}/step" if stats.steps else "",
         f"waited {result.waited_s:.1f} s" if result.waited_s >= 0.1 else "",
         result.finished.reason,
+        *stats.notes,
     ]
     return " · ".join(filter(None, parts))

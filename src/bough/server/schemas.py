@@ -39,6 +39,8 @@ class Body(BaseModel):
 
 def _check_length(value: Object | list[Any], name: str) -> None:
     limit = MAX_LENGTHS.get(name)
+    if isinstance(value, list) and isinstance(next(iter(value), None), int):
+        return  # token ids cost little, and the context limits them
     if limit is not None and len(value) > limit:
         raise UsageError(f"{name} has {len(value)} entries; needs at most {limit}", param=name)
 

@@ -12,7 +12,6 @@ from starlette.types import Receive, Scope, Send
 
 from bough.session.worker import Job
 
-CUT_S = 0.5  # for the last event of a stream that is cut
 KEEP_ALIVE_S = 5.0  # clients and proxies time out after 30 s or more of silence
 DONE = b"data: [DONE]\n\n"
 T = TypeVar("T")
@@ -59,11 +58,9 @@ class EventStream(Response):
             if writing.done():
                 writing.result()
         except asyncio.CancelledError:
+            # Without waiting for anything: the event loop ends now.
             writing.cancel()
-            await asyncio.wait([writing])
-            with contextlib.suppress(TimeoutError, OSError):
-                async with asyncio.timeout(CUT_S):
-                    await self._end(send, self._cut())
+            await self._end(send, self._cut())
             raise
         finally:
             self._gone()

@@ -1,6 +1,8 @@
 """Loading: from a GGUF file and its draft to a session, within the memory that there is."""
 
+import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import torch
 from bough.compress.scorer import MixedScorer, Scorer
 from bough.compress.words import WordScorer
 from bough.config import DraftConfig, EngineConfig
+from bough.engine.engine import Engine
 from bough.engine.runner import StepTimes
 from bough.engine.sequence import Limits
 from bough.errors import BadGGUF, UsageError
@@ -56,6 +59,8 @@ from bough.state.draft_ring import DEFAULT_CONTEXT
 from bough.text.template import ChatTemplate
 from bough.text.tokenizer import Tokenizer
 
+log = logging.getLogger(__name__)
+
 _TORCH_THREADS = torch.get_num_threads()  # torch's own choice: one for each core, or OMP_NUM_THREADS
 _KERNELS = 2  # raised when kernels give prompts other bits than those that wrote saved states
 
@@ -73,7 +78,26 @@ def load_session(
 
     `progress` of reading weights, `compiling` of kernels, `warming` of capturing CUDA graphs.
     """
-    config, phases = config or EngineConfig(), Phases()
+    load = partial(_loaded, path, config or EngineConfig(), progress, compiling, warming, graphs=graphs)
+    try:
+        return load()
+    except torch.OutOfMemoryError as error:
+        reason = str(error).partition(". ")[0]
+    # Without the first attempt's memory; the second plan counts what is in use now.
+    log.warning("%s: planning again, for another program may have taken memory of the GPU meanwhile", reason)
+    return load()
+
+
+def _loaded(
+    path: Path,
+    config: EngineConfig,
+    progress: LoadProgress | None,
+    compiling: Callable[[int, int], None] | None,
+    warming: Callable[[int, int], None] | None,
+    *,
+    graphs: bool,
+) -> Session:
+    phases = Phases()
     device = pick_device(config.device)
     check_triton(device)
     _check_speculation(config)
@@ -109,10 +133,12 @@ def load_session(
             vectors = None if vector_spec is None else Vectors(engine, file, vector_spec, tokenizer)
     if device.type == "cuda" and graphs and vectors is None:
         engine.capture(warming)
-        _empty_cache(device)
         times = engine.measure_steps()
         costs.fill({rows: each.verify_s for rows, each in times.items()}, _draft_seconds(drafter, times))
         phases.end("capturing")
+    elif device.type == "cpu" and config.speculation is not None:
+        _measure(engine, costs, drafter)
+        phases.end("measuring")
     session = Session(
         engine,
         tokenizer,
@@ -300,6 +326,14 @@ def _draft(config: DraftConfig, target: Target, plan: MemoryPlan) -> DFlashDraft
         quant=quant,
         causal=config.causal,
     )
+
+
+def _measure(engine: Engine, costs: StepCosts, drafter: Drafter) -> None:
+    """Measure on a CPU what earlier runs have not, so that it is not found out on the user's text."""
+    if not {1, engine.max_rows} <= costs.step.keys():
+        costs.fill({rows: each.verify_cost for rows, each in engine.measure_steps().items()}, 0.0)
+    if drafter.taps and not costs.draft_call():
+        costs.fill({}, engine.measure_draft())
 
 
 def _draft_seconds(drafter: Drafter, times: Mapping[int, StepTimes]) -> float:

@@ -20,11 +20,14 @@ class CostFile:
         try:
             steps = {int(rows): float(seconds) for rows, seconds in entry["step"].items()}
             draft = {int(mix): float(seconds) for mix, seconds in entry["draft"].items()}
+            gap = {str(kind): float(seconds) for kind, seconds in entry.get("gap", {}).items()}
+            backlog = float(entry.get("backlog", 0.0))
         except (TypeError, KeyError, ValueError, AttributeError):
             return StepCosts()
         sound = all(1 <= rows <= 64 and seconds > 0 for rows, seconds in steps.items())
         sound = sound and all(mix >= 0 and seconds >= 0 for mix, seconds in draft.items())
-        return StepCosts(steps, draft) if sound else StepCosts()
+        sound = sound and backlog >= 0 and all(seconds >= 0 for seconds in gap.values())
+        return StepCosts(steps, draft, gap, backlog) if sound else StepCosts()
 
     def save(self, costs: StepCosts) -> None:
         if self._path is None:
@@ -32,8 +35,8 @@ class CostFile:
         book = self._read()
         book[self._key] = {
             name: {str(key): seconds for key, seconds in costs_by.items()}
-            for name, costs_by in (("step", costs.step), ("draft", costs.draft))
-        }
+            for name, costs_by in (("step", costs.step), ("draft", costs.draft), ("gap", costs.gap))
+        } | {"backlog": costs.backlog}
         part = self._path.with_suffix(f".{os.getpid()}.part")
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)

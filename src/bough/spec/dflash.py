@@ -23,7 +23,6 @@ from bough.state.draft_ring import SavedRings, restore_rings, save_rings
 from bough.state.graphs import CapturedFunction
 
 _GROUPS = (1, 2, 4)  # sequences of a call at a time
-_USUAL_BACKLOG = 32  # positions before a call whose K and V count as a part of its cost
 
 
 class DraftModel(Protocol):
@@ -273,8 +272,7 @@ class DraftCall:
         self._staged = torch.zeros(MAX_ROWS, 3 + depth, dtype=torch.int64, pin_memory=on_device)
         self._reports = torch.zeros(MAX_ROWS, sum(self._sizes), dtype=torch.int64, pin_memory=on_device)
         self._asked = 1  # sequences of the last call
-        # Seconds of the last call for positions that had waited; a draft that is called often has few.
-        self.backlog_s = 0.0
+        self.backlog = 0, 0.0  # positions that had waited for the last call, and their seconds
 
     @property
     def functions(self) -> list[CapturedFunction]:
@@ -456,8 +454,8 @@ class HostDraftCall(DraftCall):
     _made: list[DraftReport]  # by the last call
 
     def __call__(self, asks: Sequence[Ask], *, nodes: int | None = None, short: bool = False) -> None:
-        start, waited = time.perf_counter(), self._flush(asks)
-        self.backlog_s = (time.perf_counter() - start) * max(0.0, 1 - _USUAL_BACKLOG / max(1, waited))
+        start, positions = time.perf_counter(), self._flush(asks)
+        self.backlog = positions, time.perf_counter() - start
         for draft in self._drafts:
             if isinstance(draft, DFlashModel):
                 draft.positions = min(draft.depth, FEW_ROWS - 1) if short else draft.depth

@@ -99,6 +99,10 @@ class Drafter(Protocol):
         """Start a new sequence."""
         ...
 
+    def rehearse(self, slot: int) -> None:
+        """Call the draft once, between requests, to see what that takes."""
+        ...
+
     @property
     def commit_rows(self) -> int:
         """Rows of a path that `commit` adds, at most."""
@@ -170,7 +174,7 @@ class Drafter(Protocol):
         ...
 
     def warnings(self, slot: int) -> list[str]:
-        """Return what the user should know, in sentences, at the end of a slot's text."""
+        """Return what the user should know since the end of a slot's text, in sentences; slot -1: ever."""
         ...
 
     def shares(self, slot: int) -> Shares:
@@ -189,6 +193,8 @@ class NoDrafter:
         return []
 
     def begin(self, slot: int) -> None: ...
+
+    def rehearse(self, slot: int) -> None: ...
 
     def append(self, slot: int, tokens: list[int], features: Tensor) -> None: ...
 

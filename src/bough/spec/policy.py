@@ -27,13 +27,16 @@ from bough.spec.tree import Proposal
 
 # -- Row policy
 EAGER_SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # rows to choose from where steps are not padded
-# There: plain steps from one decision about the draft to the next, the same after the last of WAITS, and
-# steps from one plain one to the next.
-EAGER_INTERVAL, RESTING_INTERVAL, PLAIN_INTERVAL = 4, 16, 32
+# There: plain steps from one decision about the draft to the next after the last of WAITS, and steps from one
+# plain one to the next. To decide takes 0.15 ms on a CPU whose caches hold weights, a sixth of a plain step.
+RESTING_INTERVAL, PLAIN_INTERVAL = 16, 32
 # Rows are dear where FEW_ROWS cost DEAR plain steps: trees are then hardly larger, and a draft that looks
 # no further costs half (embedded pair, 8 rows: 2.8 tokens a step instead of 3.0 on HumanEval, 4.2 on GSM8K).
 FEW_ROWS, DEAR = 8, 2.0
 PROBE_SHARE = 0.005  # of the time that calls of a draft which does not pay may lose
+# Of one text's time so far, the same, and of all time while few outcomes are known: a short answer has no
+# time to win back what a call has cost.
+TEXT_SHARE = 0.015
 PROBE_INTERVAL = 6  # steps between two such calls, at least
 MARGIN = 1.05  # factor by which a tree must promise to beat plain decoding
 # The same for waiting some steps against calling the draft at once, which also yields an outcome to learn
@@ -71,6 +74,8 @@ REVERT = 0.97  # how much of the difference to the long-run average is left per 
 NEW_TEXT_STEPS = 32  # another text is as far from the last one as this many steps
 WAIT_DECAY = 0.98  # of the counts that the factors of WAITS come from, per outcome
 WAIT_PRIOR = 20.0  # tokens that a fresh factor has seen, all accepted
+# Tokens accepted for each doubling of the rows, before any outcome: of weak drafts (docs/training.md).
+PRIOR_GAIN = 0.5
 KEPT_PRIOR = 4.0  # tokens that trees of a new text have promised; as many were accepted as is usual
 
 # -- Calibration
@@ -100,6 +105,9 @@ class StepCosts:
 
     step: dict[int, float] = field(default_factory=dict)
     draft: dict[int, float] = field(default_factory=dict)
+    gap: dict[str, float] = field(default_factory=dict)  # between two steps, by the kind of the second
+    # Of a draft call, for each position whose features have waited for it; 0 where none wait.
+    backlog: float = 0.0
     # By rows; a draft call's by -mix.
     _ages: dict[int, "_Age"] = field(default_factory=dict, repr=False, compare=False)
     _steps: int = 0
@@ -113,6 +121,22 @@ class StepCosts:
 
     def observe_draft(self, seconds: float, mix: int = 0) -> None:
         self.draft[mix] = self._observed(-mix, self.draft.get(mix) or None, seconds)
+
+    def observe_gap(self, kind: str, seconds: float) -> None:
+        """Learn from the time between two steps; `kind` of the second one."""
+        # What is longer than a plain step was spent on something else.
+        seconds = min(seconds, self.of(1))
+        old = self.gap.get(kind, seconds)
+        self.gap[kind] = old + COST_RATE * (seconds - old)
+
+    def observe_backlog(self, seconds: float, positions: int) -> None:
+        if positions:
+            self.backlog = self.backlog or seconds / positions
+            self.backlog += COST_RATE * (seconds / positions - self.backlog)
+
+    def gap_before(self, kind: str) -> float:
+        """Return the time between two steps before a step of a kind; where unknown, that of plain steps."""
+        return self.gap.get(kind, self.gap.get("plain", 0.0))
 
     def fill(self, step: Mapping[int, float], draft: float) -> None:
         """Take over measured seconds where nothing is known: the first answer need not find them out."""
@@ -207,6 +231,7 @@ class UsualAcceptance:
     accepted: list[float] = field(default_factory=lambda: [0.0] * (len(WAITS) - 1))
     expected: list[float] = field(default_factory=lambda: [0.0] * (len(WAITS) - 1))
     outcomes: int = 0
+    unasked: int = 0  # steps since the last draft call, of all texts
     kept: "KeptPromises" = field(default_factory=lambda: KeptPromises(None))
     steps: int = 0
     draft_calls: int = 0
@@ -242,7 +267,7 @@ class AcceptanceEstimator:
 
     def __init__(self, sizes: Sequence[int], usual: UsualAcceptance | None = None):
         """`sizes`: the numbers of rows that are asked for."""
-        self._sizes = sizes
+        self._sizes = list(sizes)
         self.usual = usual or UsualAcceptance()
         self.kept = KeptPromises(self.usual.kept)
         self._recent: list[float] = []  # [] before any outcome
@@ -258,12 +283,13 @@ class AcceptanceEstimator:
     def started(self) -> bool:
         return self.usual.outcomes > 0
 
-    def step(self, *, new_text: bool) -> None:
-        self._age += 1 + new_text * NEW_TEXT_STEPS
+    def step(self, *, new_text: bool, count: int = 1) -> None:
+        self._age += count + new_text * NEW_TEXT_STEPS
 
     def expected(self, waited: int) -> list[float]:
         """Return accepted tokens by size, of a draft call `waited` plain steps after the last tree."""
-        factor, weight, long_run = self._factor(_wait_class(waited)), REVERT**self._age, self.usual.long_run
+        factor, weight = self._factor(_wait_class(waited)), REVERT**self._age
+        long_run = self.usual.long_run or [PRIOR_GAIN * math.log2(rows) for rows in self._sizes]
         return [
             factor * (usual + weight * (recent - usual))
             for recent, usual in zip(self._recent or long_run, long_run, strict=True)
@@ -349,8 +375,8 @@ class Mixes:
     def last(self) -> int:
         return max(0, self.count - 1)
 
-    def step(self) -> None:
-        self._since += 1
+    def step(self, count: int = 1) -> None:
+        self._since += count
 
     def observe(self, paths: Sequence[Sequence[int]]) -> None:
         """Learn from a comparison: the rows of each mix's tree that the text followed."""
@@ -578,13 +604,14 @@ class RowPolicy:
         self._drafts = drafts
         self._sizes = [rows for rows in sizes if rows < max_rows] + [max_rows]
         self._adaptive = adaptive
-        self._interval = EAGER_INTERVAL if sizes is EAGER_SIZES else 1
+        self._padded = sizes is not EAGER_SIZES
         self._estimators = [AcceptanceEstimator(self._sizes) for _ in range(max(1, drafts))]  # by mix
         self.mixes = Mixes(drafts, self._sizes)
         self._mix = 0  # in use
         self._new_text = True
         self._waited = 0  # plain steps since the last tree
         self._unchanged = 0  # the same, or since the last outcome or the beginning of the text
+        self._steps = 0  # of the text
         self.since_draft = 0
 
     def fork(self) -> "RowPolicy":
@@ -592,6 +619,7 @@ class RowPolicy:
         other = copy(self)
         other._estimators = [estimator.fork() for estimator in self._estimators]
         other._new_text, other._unchanged = True, 0
+        other._steps = 0
         return other
 
     def plan(self, *, copied: int = 0, probability: float = 0.0) -> Plan:
@@ -634,6 +662,19 @@ class RowPolicy:
     def rows_are_dear(self) -> bool:
         """Whether trees are so small that a draft need not look far ahead."""
         return self._adaptive and self.costs.of(FEW_ROWS) > DEAR * self.costs.of(1)
+
+    def rest(self) -> int:
+        """Return how many steps from now on are plain unless prompt lookup finds something."""
+        if self._padded or not self._adaptive:
+            return 0
+        return self._next_decision(self._unchanged) - self._unchanged
+
+    def rested(self, steps: int) -> None:
+        """Count plain steps that were not planned one by one."""
+        for estimator in self._estimators:
+            estimator.step(new_text=False, count=steps)
+        self.mixes.step(steps)
+        self._count_plain(steps)
 
     # -- For steps of several texts, which `RowSharing` plans
 
@@ -680,11 +721,21 @@ class RowPolicy:
             self._waited, self._new_text = WAITS[-1], False
 
     def _take(self, plan: Plan) -> Plan:
-        self._usual.steps += 1
-        self.since_draft = 0 if plan.draft else self.since_draft + 1
-        self._waited = 0 if plan.rows > 1 else self._waited + 1
-        self._unchanged = 0 if plan.rows > 1 else self._unchanged + 1
+        self._count_plain(1)
+        if plan.draft:
+            self.since_draft = self._usual.unasked = 0
+        if plan.rows > 1:
+            self._waited = self._unchanged = 0
         return plan
+
+    def _count_plain(self, steps: int) -> None:
+        usual = self._usual
+        usual.steps += steps
+        usual.unasked += steps
+        self.since_draft += steps
+        self._waited += steps
+        self._unchanged += steps
+        self._steps += steps
 
     def _decide(self, copied: int, probability: float) -> Plan:
         largest = self._sizes[-1]
@@ -695,25 +746,26 @@ class RowPolicy:
         if self._plain_is_due() or not (drafts or copied):
             return PLAIN
         self._mix = self.mixes.best(self.costs.of, self.costs.draft_call)
-        if drafts and not self._estimator.started:
-            return Plan(largest, True, waited=self._waited)
-        best, speed = PLAIN, MARGIN / self.costs.of(1)
+        best, speed = PLAIN, MARGIN / self._plain_s
         seconds = self._draft_seconds() if drafts else []
         if drafts:
             best, speed = self._best_draft(best, speed, seconds)
         if copied:
             best, speed = self._best_lookup(best, speed, copied, probability)
-        if drafts and best.rows == 1:
-            probe, loss = self._cheapest_probe(seconds)
-            if self.since_draft + 1 >= max(loss / PROBE_SHARE, PROBE_INTERVAL):
-                return probe
+        if drafts and best.rows == 1 and (probe := self._probe(seconds)) is not None:
+            return probe
         return best
 
     def _draft_is_due(self) -> bool:
-        """Return whether to decide about the draft, which takes a few per cent of a plain step on a CPU."""
-        if self._interval > 1 and self._unchanged > WAITS[-1]:
-            return not self._unchanged % RESTING_INTERVAL
-        return not self._unchanged % self._interval
+        """Return whether to decide about the draft."""
+        return self._padded or self._next_decision(self._unchanged) == self._unchanged
+
+    @staticmethod
+    def _next_decision(unchanged: int) -> int:
+        """Return after how many plain steps the draft is next decided about on a CPU."""
+        if unchanged <= WAITS[-1]:
+            return next(wait for wait in WAITS if unchanged <= wait)
+        return -(-unchanged // RESTING_INTERVAL) * RESTING_INTERVAL
 
     def _plain_is_due(self) -> bool:
         """Return whether plain decoding has to be measured: first of all, and on a CPU again and again.
@@ -722,16 +774,25 @@ class RowPolicy:
         """
         if 1 not in self.costs.step:
             return True
-        return self._interval > 1 and self.costs.unmeasured_for(1) >= PLAIN_INTERVAL
+        return not self._padded and self.costs.unmeasured_for(1) >= PLAIN_INTERVAL
+
+    @property
+    def _plain_s(self) -> float:
+        """Seconds of a plain step and of what the host does before it."""
+        return self.costs.of(1) + self.costs.gap_before("plain")
 
     def _draft_seconds(self) -> list[float]:
         """Return what a draft call and a tree cost, for each size but the root alone."""
-        draft = self.costs.draft_call(self._mix)
+        draft = self._call_s() + self.costs.gap_before("draft")
         return [cost + draft for cost in self.costs.of_sizes(self._sizes[1:])]
+
+    def _call_s(self) -> float:
+        """Return what a draft call costs, with the positions that have waited for it."""
+        return self.costs.draft_call(self._mix) + self.costs.backlog * self._unchanged
 
     def _best_draft(self, best: Plan, speed: float, seconds: list[float]) -> tuple[Plan, float]:
         """Return the fastest plan of plain steps and a draft call, if any beats `speed` tokens a second."""
-        plain = self.costs.of(1)
+        plain = self._plain_s
         for wait in (self._waited, *(wait for wait in WAITS if wait > self._waited)):
             now = wait == self._waited
             expected = self._estimator.expected(wait)[1:]
@@ -745,18 +806,22 @@ class RowPolicy:
         for rows in self._sizes[1:]:
             # 1 + p + p^2 + ...: one for the target's own token after the copied ones.
             count = min(rows, copied + 1)
-            rate = (1 - probability**count) / (1 - min(probability, 0.999)) / self.costs.of(rows)
+            tokens = (1 - probability**count) / (1 - min(probability, 0.999))
+            rate = tokens / (self.costs.of(rows) + self.costs.gap_before("lookup"))
             if rate > speed:
                 best, speed = Plan(rows, False, lookup=True), rate
         return best, speed
 
-    def _cheapest_probe(self, seconds: list[float]) -> tuple[Plan, float]:
-        """Return the draft call that loses least against a plain step, and its loss in plain steps."""
-        plain = self.costs.of(1)
-        probe, loss = Plan(1, True, waited=self._waited), self.costs.draft_call(self._mix) / plain
+    def _probe(self, seconds: list[float]) -> Plan | None:
+        """Return the draft call that loses least, if what it may lose is a small share of the time."""
+        plain, usual = self._plain_s, self._usual
+        call = self._call_s() / plain
+        probe, loss = Plan(1, True, waited=self._waited), call
         expected = self._estimator.expected(self._waited)[1:]
         for rows, more, cost in zip(self._sizes[1:], expected, seconds, strict=True):
             lost = cost / plain - 1 - more
             if lost < loss:
                 probe, loss = Plan(rows, True, waited=self._waited), lost
-        return probe, loss
+        share = max(PROBE_SHARE, TEXT_SHARE / (1 + usual.outcomes))
+        due = usual.unasked + 1 >= max(loss / share, PROBE_INTERVAL)
+        return probe if due and TEXT_SHARE * self._steps >= loss else None

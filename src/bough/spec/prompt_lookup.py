@@ -26,14 +26,16 @@ class PromptLookup:
     def tokens(self) -> list[int]:
         return self._text
 
-    def append(self, tokens: list[int]) -> None:
-        """Add sampled tokens or tokens of the prompt."""
-        self._observe(tokens)
+    def append(self, tokens: list[int]) -> bool:
+        """Add sampled tokens or tokens of the prompt; return whether the last of them were there before."""
+        if self._open:
+            self._observe(tokens)
         for token in tokens:
             self._text.append(token)
             ngram = self._ngram = (*self._ngram[1 - _NGRAM :], token)
             self._earlier.append(self._newest.get(ngram, 0))
             self._newest[ngram] = len(self._text)
+        return bool(self._earlier) and self._earlier[-1] > 0
 
     def propose(self, depth: int) -> tuple[list[int], float]:
         """Return `depth` tokens and the log probability of each given those before it; [] without a match."""

@@ -1,6 +1,7 @@
 """The drafter users get: drafts and prompt lookup in one tree, of a size that pays."""
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -44,6 +45,7 @@ from bough.state.graphs import CapturedFunction
 CANDIDATES = 24  # of a depth; a tree of 63 nodes rarely needs more
 SPINE = math.log(0.02)  # the likeliest path is in the tree while its probability is at least this
 _FORCED = math.log(0.97)  # text without a choice may still be tokenised in another way
+_RESTED = Plan(1, False)  # of a plain step that was not planned by itself
 _CONSTRAINED = 3  # times as many nodes are built under a constraint, which then prunes them
 
 
@@ -80,6 +82,10 @@ class _Text:
     policy: RowPolicy
     lookup: PromptLookup
     plan: Plan = PLAIN  # of the current step
+    resting: int = 0  # steps from now on that are plain unless prompt lookup finds something
+    root: Tree = field(default_factory=lambda: Tree.root(0))  # of such steps, changed in place
+    root_numbers: np.ndarray = field(init=False)
+    rested: int = 0  # such steps that the policy has not counted yet
     pruned: DraftReport | None = None  # the current step's tree, where a constraint pruned it
     # The last report, not learnt from yet.
     unread: tuple[Tensor | list[DraftReport], Plan, StepOutcome] | None = None
@@ -91,6 +97,9 @@ class _Text:
     expected: list[float] = field(default_factory=list)  # tokens accepted of a draft call, by size
     asked: tuple[int, int] | None = None  # number of the call, index in it
     report: DraftReport | None = None
+
+    def __post_init__(self) -> None:
+        self.root_numbers = self.root.packed.numpy()
 
 
 class Speculator:
@@ -131,6 +140,9 @@ class Speculator:
         self._watch = DraftWatch(*(draft.watched if isinstance(draft, DFlashModel) else ()))
         self._calls = 0  # for several texts
         self._asked = 0  # texts in the last call for several
+        self._on_host = torch.device(device).type == "cpu"
+        self._clock = time.thread_time if self._on_host else time.perf_counter
+        self._observed = -1, 0.0  # slot and time of the last step of one text
         # Of the last step of several texts: text, its plan and its draft's tree, outcome.
         self._unlearnt: list[tuple[_Text, Plan, DraftReport | None, StepOutcome]] = []
 
@@ -171,6 +183,7 @@ class Speculator:
 
     def begin(self, slot: int) -> None:
         self._policy = self._policy.fork()
+        self._observed = -1, 0.0
         self._texts[slot] = _Text(self._policy, PromptLookup(self._usual_copies))
         self._draft.begin(slot)
         self._watch.begin(slot)
@@ -205,7 +218,15 @@ class Speculator:
     def propose(
         self, slot: int, anchor: int, position: int, max_rows: int, constraint: Constraint | None = None
     ) -> Tree:
-        text, self._asked = self._texts[slot], 0
+        text = self._texts[slot]
+        if text.resting:
+            text.resting -= 1
+            text.rested += 1
+            text.plan = _RESTED
+            text.root_numbers[0, 0] = anchor
+            return text.root
+        self._asked = 0
+        self._wake(text)
         self._learn_all()
         if len(text.lookup) == position:
             text.lookup.append([anchor])
@@ -220,6 +241,8 @@ class Speculator:
         if plan.lookup:
             return Tree.chain([anchor, *copied][:rows])
         if not plan.draft:
+            if self._on_host and constraint is None and not (copied or text.watched or text.compared):
+                text.resting = text.policy.rest()
             return Tree.root(anchor)
         chain = [] if self._config.chain else copied
         if constraint is not None:
@@ -231,18 +254,23 @@ class Speculator:
 
     def plan_root(self, slot: int) -> bool:
         text = self._texts[slot]
+        self._wake(text)
         copied, score = self._looked_up(text)
         return text.policy.plan_root(copied=len(copied), probability=math.exp(score))
 
     def observe(self, slot: int, outcome: StepOutcome) -> None:
         text = self._texts[slot]
+        repeats = text.lookup.append(outcome.tokens)
+        if text.plan is _RESTED:
+            if repeats:
+                text.resting = 0
+            if not text.resting:
+                self._observed = slot, self._clock()
+            return
         self._learn_unread(text)
-        text.lookup.append(outcome.tokens)
         self._watch_step(slot, text, outcome)
-        costs, plan = text.policy.costs, text.plan
-        costs.observe_step(outcome.rows, outcome.verify_cost)
-        if plan.draft:
-            costs.observe_draft(outcome.draft_share * (outcome.draft_s - self._call.backlog_s), plan.mix)
+        plan = text.plan
+        self._observe_costs(text, slot, outcome)
         if text.pruned is not None:
             self._learn(text, _Called(text.pruned, plan, []), outcome)
         elif plan.draft:
@@ -250,6 +278,33 @@ class Speculator:
             text.unread = (self._call.report(), plan, outcome)
         else:
             self._learn(text, None, outcome)
+
+    def rehearse(self, slot: int) -> None:
+        self._call = self._draft_calls[0, False]
+        self._call([Ask(slot, 0, [], 0.0)], short=self._policy.rows_are_dear)
+
+    def _observe_costs(self, text: _Text, slot: int, outcome: StepOutcome) -> None:
+        """Learn what a step cost, and what the host did since the one before."""
+        costs, plan, (before, start) = text.policy.costs, text.plan, self._observed
+        draft_s = outcome.draft_share * outcome.draft_s
+        costs.observe_step(outcome.rows, outcome.verify_cost)
+        if plan.draft:
+            positions, backlog_s = self._call.backlog
+            backlog_s *= outcome.draft_share
+            costs.observe_draft(draft_s - backlog_s, plan.mix)
+            costs.observe_backlog(backlog_s, positions)
+        self._observed = slot, self._clock()
+        if before == slot:
+            gap_s = self._observed[1] - start - draft_s - outcome.verify_cost
+            kind = "draft" if plan.draft else "lookup" if outcome.rows > 1 else "plain"
+            costs.observe_gap(kind, max(gap_s, 0.0))
+
+    @staticmethod
+    def _wake(text: _Text) -> None:
+        """Let the policy know of steps that it did not plan."""
+        if text.rested:
+            text.policy.rested(text.rested)
+        text.resting = text.rested = 0
 
     # -- Steps of several texts: the trees are read back and share the rows on the host
 
@@ -292,6 +347,7 @@ class Speculator:
 
     def _look_up(self, turn: Turn) -> None:
         text = self._texts[turn.slot]
+        self._wake(text)
         self._learn_unread(text)
         if len(text.lookup) == turn.position:
             text.lookup.append([turn.anchor])
@@ -359,9 +415,10 @@ class Speculator:
     # -- Both
 
     def warnings(self, slot: int) -> list[str]:
-        if self._has_draft and slot in self._texts:
-            self._watch.look_into(self._texts[slot].lookup.tokens)
-        return [self._watch.diagnosis] if self._watch.diagnosis else []
+        text = self._texts.get(slot)
+        known = self._watch.diagnosis if text is None else None
+        note = self._watch.look_into(text.lookup.tokens) if text is not None and self._has_draft else known
+        return [note] if note else []
 
     def shares(self, slot: int) -> Shares:
         return self._watch.shares(slot)

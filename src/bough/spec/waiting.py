@@ -26,7 +26,8 @@ class WaitingFeatures(ABC):
 
     def append(self, slot: int, features: Tensor, *, skipped: int = 0) -> None:
         """Add features [n, taps * width] after `skipped` positions that no ring holds; a few rows wait."""
-        if skipped or len(features) >= _MOST:
+        # `len` of a tensor is slow, and this is called at every step.
+        if skipped or features.shape[0] >= _MOST:
             self.flush(slot)
             self._add(slot, features[None], skipped=skipped)
             return

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 
@@ -35,8 +35,7 @@ class CapturedFunction(Generic[Result]):
         if self._graph is None:
             return self._function()
         self._graph.replay()
-        assert self._result is not None
-        return self._result
+        return cast(Result, self._result)  # None where the function returns none
 
     def capture(self, pool: Any) -> None:
         """Capture the function as a CUDA graph.

@@ -82,12 +82,11 @@ class Random:
 
     def __init__(self, device: torch.device):
         self.device, self._dry = device, dry_run.current() is not None
-        self._generator = None if self._dry else torch.Generator(device)
+        self._generator: torch.Generator | None = None
 
     def restart(self) -> None:
         """Begin the same numbers again."""
-        if self._generator is not None:
-            self._generator.manual_seed(1)
+        self._generator = None if self._dry else torch.Generator(self.device).manual_seed(1)
 
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self._generator, device=self.device)

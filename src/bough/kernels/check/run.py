@@ -48,6 +48,8 @@ def check(case: Case) -> Result:
     """Return whether a case computes what its reference does."""
     try:
         return _checked(case, case.make())
+    except torch.OutOfMemoryError:
+        raise  # not the kernel's fault
     except Exception as problem:  # whatever a compiler or driver raises is the finding
         return Result(case, failure=reason_of(problem))
 

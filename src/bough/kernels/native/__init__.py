@@ -11,13 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bough.gguf.types import QuantType
+from bough.gguf.types import NATIVE_TYPES, QuantType
 from bough.kernels.native import library
 from bough.kernels.native.library import (
     CACHE_FORMATS,
     INT8,
     INT16,
-    KINDS,
     MAX_ROWS,
     Block,
     Cache,
@@ -62,14 +61,14 @@ def unavailable() -> str | None:
 
 
 def has_kind(type: QuantType) -> bool:
-    return type.name in KINDS
+    return type.name in NATIVE_TYPES
 
 
 def packed_bytes(type: QuantType, rows: int, columns: int) -> int:
     """Return the bytes of a packed matrix; 0: native code does not take this type or shape."""
     found, _ = library.find_library()
     assert found is not None
-    return found.tf_packed_bytes(KINDS.index(type.name), rows, columns) if has_kind(type) else 0
+    return found.tf_packed_bytes(NATIVE_TYPES.index(type.name), rows, columns) if has_kind(type) else 0
 
 
 def argmax_rows(x: Tensor) -> Tensor:
@@ -178,7 +177,7 @@ class Library:
         self, source: Tensor | np.ndarray, type: QuantType, shape: tuple[int, int], bias: Tensor | None = None
     ) -> PackedMatrix:
         """Pack a matrix; source: the bytes of all rows as they are in a GGUF file."""
-        kind, (rows, columns) = KINDS.index(type.name), shape
+        kind, (rows, columns) = NATIVE_TYPES.index(type.name), shape
         size = self.c.tf_packed_bytes(kind, rows, columns)
         assert size, f"{type.name} [{rows}, {columns}] cannot be packed"
         given = rows * columns // type.block_elements * type.block_bytes

@@ -8,19 +8,6 @@ from pathlib import Path
 from bough.kernels.native.build import VARIANTS, digest, here, library_path
 
 MAX_ROWS = 64  # of one call of `tf_step`
-KINDS = (
-    "Q8_0",
-    "Q4_K",
-    "Q5_K",
-    "Q6_K",
-    "Q5_0",
-    "Q4_0",
-    "IQ4_NL",
-    "IQ4_XS",
-    "F16",
-    "BF16",
-    "F32",
-)  # of packed weights, in C's order
 INT8, INT16 = 0, 1
 CACHE_FORMATS = {"f32": 0, "f16": 1, "q8_0": 2}
 # Flags of /proc/cpuinfo ("Features" on ARM) that a variant needs, the fastest variant first.

@@ -1,0 +1,153 @@
+"""Drafts with planted mismatches: each is named, and the text is that of plain decoding all the same."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bough.config import DraftConfig, EngineConfig, SpecConfig
+from bough.engine.sampler import SamplingParams
+from bough.errors import UnsupportedModel
+from bough.models.dflash import DFlashDraft
+from bough.models.draft_spec import DraftSpec
+from bough.session.loading import load_session
+from bough.session.requests import Finished, TextRequest
+from bough.session.session import Session
+from bough.spec.diagnosis import DraftWatch, diagnosis
+from tests.gpu.texts import embedded_pair
+from tests.tiny_draft import draft_config, save_draft
+
+PROMPT = "Write a function that returns the n-th Fibonacci number, and one that tests it."
+
+
+def session_of(draft: Path | None, **settings: Any) -> Session:
+    speculation = SpecConfig(**settings) if draft else None
+    config = EngineConfig(
+        "cpu", max_ctx=1024, speculation=speculation, draft=DraftConfig(draft) if draft else None
+    )
+    return load_session(embedded_pair()[0], config)
+
+
+def answer(session: Session, temperature: float = 0.0) -> Finished:
+    request = TextRequest(
+        messages=[{"role": "user", "content": PROMPT}],
+        max_tokens=120,
+        sampling=SamplingParams(temperature=temperature, seed=5),
+    )
+    *_, last = session.generate(request)
+    assert isinstance(last, Finished)
+    return last
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[float, list[int]]:
+    session = session_of(None)
+    return {temperature: answer(session, temperature).tokens for temperature in (0.0, 0.8)}
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[tuple[DFlashDraft, Any, list[int]]]:
+    """Give the embedded pair's models, and a text of the target."""
+    torch.manual_seed(0)
+    session = session_of(embedded_pair()[1])
+    text = answer(session).tokens
+    draft, target = session.engine.drafter._draft.watched
+    yield draft, target, text
+
+
+def planted(draft: DFlashDraft, **changes: Any) -> DFlashDraft:
+    """Return the draft as a wrong config would load it: with the same weights."""
+    from bough.spec.diagnosis import _with_spec
+
+    return _with_spec(draft, replace(draft.spec, **changes))
+
+
+KINDS = {
+    "taps in another order": (
+        lambda spec: {"taps": tuple(reversed(spec.taps))},
+        "target_layer_ids is [5, ",
+    ),
+    "taps of other layers": (lambda spec: {"taps": (3, 4, 5, 6, 7)}, "target_layer_ids is [3, 4, 5, 6, 7]"),
+    "mask": (lambda spec: {"mask_id": 300}, "mask_token_id is 300, 16383 fits"),
+    "block": (lambda spec: {"block_size": 4}, "block_size is 4, 16 fits"),
+    "causal flag": (lambda spec: {"causal": (True,) * 3}, "causal is [True, True, True], the opposite"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_wrong_setting_is_named(pair: tuple[DFlashDraft, Any, list[int]], kind: str) -> None:
+    draft, target, text = pair
+    changes, name = KINDS[kind]
+    found = diagnosis(planted(draft, **changes(draft.spec)), target, text)
+    assert found is not None and found.startswith(name), found
+
+
+def test_a_draft_that_fits_has_nothing_wrong(pair: tuple[DFlashDraft, Any, list[int]]) -> None:
+    draft, target, text = pair
+    assert diagnosis(draft, target, text) is None
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Give a random draft of the embedded target's sizes: the weights of another model."""
+    from bough.gguf.reader import GGUFFile
+    from bough.models.spec import ModelSpec
+
+    folder = tmp_path_factory.mktemp("stranger")
+    with GGUFFile.open(embedded_pair()[0]) as file:
+        save_draft(
+            folder, draft_config(ModelSpec.from_gguf(file), layers=1, method={"target_layer_ids": [4]})
+        )
+    return folder
+
+
+@pytest.mark.parametrize("lookup", [True, False])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_another_models_draft_is_said_after_the_first_answer(
+    stranger: Path, plain: dict[float, list[int]], lookup: bool, temperature: float
+) -> None:
+    """With the planner, which stops to call it after a few calls; the share of lookup is not the draft's."""
+    session = session_of(stranger, lookup=lookup)
+    finished = answer(session, temperature)
+    assert finished.tokens == plain[temperature]
+    (note,) = finished.stats.notes
+    assert note.startswith("not one token of ") and "draft of another model" in note
+    assert finished.stats.shares.draft == 0 and (finished.stats.shares.lookup > 0) <= lookup
+    assert answer(session, temperature).stats.notes == []  # once
+    assert session.engine.drafter.warnings(-1) == [note]  # and in `ps`
+
+
+def test_a_draft_for_another_depth_is_refused(stranger: Path, tmp_path: Path) -> None:
+    shutil.copytree(stranger, tmp_path / "draft")
+    path = tmp_path / "draft" / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"num_target_layers": 64}))
+    with pytest.raises(UnsupportedModel, match="num_target_layers is 64, needed the target's layers, 8"):
+        session_of(tmp_path / "draft")
+
+
+def test_the_text_is_plain_whatever_is_wrong(
+    plain: dict[float, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through the engine: the config says something else than the weights were trained for."""
+    whole = DraftSpec.from_gguf
+    for changes, _ in KINDS.values():
+        monkeypatch.setattr(
+            DraftSpec, "from_gguf", lambda *a, f=changes, **k: replace(spec := whole(*a, **k), **f(spec))
+        )
+        assert answer(session_of(embedded_pair()[1])).tokens == plain[0.0]
+
+
+def test_shares_are_counted_apart() -> None:
+    watch = DraftWatch()
+    watch.begin(0)
+    watch.observe(0, [1, 2, 3], [1, 2, 9], drafted=True)  # two were copied, too
+    watch.observe(0, [4, 5], [4, 5], drafted=False)
+    watch.observe(1, [7], [], drafted=True)
+    assert (watch.shares(0).draft, watch.shares(0).lookup) == (1, 4)
+    assert (watch.shares(1).draft, watch.shares(1).lookup) == (1, 0)
