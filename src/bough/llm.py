@@ -371,7 +371,7 @@ class LLM:
         max_tokens: int | None = None,
         stop: str | Sequence[str] = (),
     ) -> TextRequest:
-        params = self.session.sampling_for(thinking) if sampling is None else sampling
+        params = sampling or self.session.sampling_for(thinking, raw=prompt is not None)
         ends = [stop] if isinstance(stop, str) else list(stop)
         if isinstance(sampling, SamplingParams):
             max_tokens = sampling.max_tokens if max_tokens is None else max_tokens

@@ -60,7 +60,7 @@ class ScriptedSession:
         self.cancelled = 0
         self.busy = threading.Event()
 
-    def sampling_for(self, thinking: bool | None) -> SamplingParams:
+    def sampling_for(self, thinking: bool | None, *, raw: bool = False) -> SamplingParams:
         return SamplingParams()
 
     def encode(self, request: TextRequest) -> list[int]:

@@ -5,6 +5,7 @@ import json
 import httpx2
 import pytest
 
+from bough.server.facts import FileFacts, file_facts
 from tests.server.live import MODEL, Live
 
 ASK = {"model": "some", "messages": [{"role": "user", "content": "hello"}]}
@@ -99,3 +100,10 @@ def test_what_is_there(http: httpx2.Client):
 def test_what_is_refused(http: httpx2.Client, route: str, fields: dict, said: str):
     answer = http.post(f"/api/{route}", json=ASK | fields)
     assert answer.status_code == 400 and said in answer.json()["error"]
+
+
+def test_a_file_says_its_size_and_type(tiny_model):
+    facts = file_facts(tiny_model("qwen2", mix="q8_0"))
+    assert (facts.architecture, facts.quantisation) == ("qwen2", "Q8_0")
+    assert facts.parameter_size == f"{facts.parameters / 1e6:.1f}M"
+    assert FileFacts(parameters=7_600_000_000).parameter_size == "7.6B" and FileFacts().parameter_size == ""

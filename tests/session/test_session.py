@@ -11,10 +11,13 @@ from bough.engine.engine import Progress
 from bough.engine.sampler import SamplingParams
 from bough.errors import ResourceError, UsageError
 from bough.gguf.reader import GGUFFile
+from bough.hub.catalog import Sampling
+from bough.hub.recommended import Recommended
 from bough.memory.device import MemoryBudget, pick_device
 from bough.memory.planner import MemoryPlanner
 from bough.models.spec import ModelSpec
 from bough.session.loading import load_session
+from bough.session.reader import RequestReader
 from bough.session.session import Finished, Session, Text, TextRequest
 
 WARM = SamplingParams(temperature=1.0, seed=3)
@@ -138,3 +141,13 @@ def test_the_plan_expands_what_fits_and_refuses_what_does_not(
             ResourceError, match=r"needs .* GiB with a context of 256 tokens in f32, .* GiB are free"
         ):
             plan(packed)
+
+
+def test_raw_prompts_have_no_penalties(session: Session) -> None:
+    penalised = Sampling(0.7, top_p=0.8, repetition_penalty=1.1, presence_penalty=1.5)
+    advice = Recommended(penalised, penalised, "a test", thinks=False)
+    reader = RequestReader(session.tokenizer, session.template, session.limits, recommended=advice)
+    assert reader.sampling_for(None) == SamplingParams(
+        temperature=0.7, top_p=0.8, repetition_penalty=1.1, presence_penalty=1.5
+    )
+    assert reader.sampling_for(None, raw=True) == SamplingParams(temperature=0.7, top_p=0.8)

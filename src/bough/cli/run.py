@@ -302,7 +302,9 @@ def _request(
         messages=None if prompt.raw else [*system, {"role": "user", "content": text}],
         prompt=text if prompt.raw else None,
         max_tokens=sampling.limit,
-        sampling=replace(session.sampling_for(prompt.think), **sampling.given(), logprobs=logprobs),
+        sampling=replace(
+            session.sampling_for(prompt.think, raw=prompt.raw), **sampling.given(), logprobs=logprobs
+        ),
         stop=sampling.stops,
         thinking=prompt.think,
         compress=Compressing(mode="auto", query=query) if query else None,

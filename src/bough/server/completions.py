@@ -42,7 +42,7 @@ def to_requests(body: CompletionBody, service: Service) -> list[TextRequest]:
             f"n is {count} for {len(prompts)} prompts; needs at most {MAX_CHOICES} choices", param="n"
         )
     fields = body.__dict__
-    params = options.sampling(service.defaults(None), fields, logprobs=body.logprobs)
+    params = options.sampling(service.defaults(None, raw=True), fields, logprobs=body.logprobs)
     grammar = options.answer_grammar(fields)
     ends = options.ends(fields, service.session.tokenizer.vocab_size, constrained=grammar is not None)
     return [

@@ -54,7 +54,7 @@ def _request(body: OllamaBody, service: Service, **rest: Any) -> TextRequest:
     return TextRequest(
         **rest,
         max_tokens=limit,
-        sampling=options.sampling(service.defaults(thinking.on), given.__dict__),
+        sampling=options.sampling(service.defaults(thinking.on, raw="prompt" in rest), given.__dict__),
         stop=options.stops(given.stop),
         **thinking.fields(),
         grammar=_grammar(body.format),

@@ -67,8 +67,8 @@ class Service:
         """`system_fingerprint`: equal values mean equal software and model."""
         return f"bough-{bough.__version__}-{self.model_name}"
 
-    def defaults(self, thinking: bool | None) -> SamplingParams:
-        return replace(self.session.sampling_for(thinking), **dict(self.config.sampling))
+    def defaults(self, thinking: bool | None, *, raw: bool = False) -> SamplingParams:
+        return replace(self.session.sampling_for(thinking, raw=raw), **dict(self.config.sampling))
 
     def sampling_facts(self) -> dict[str, Any]:
         """Return the sampling defaults, for /props."""

@@ -50,9 +50,15 @@ class RequestReader:
     def max_ctx(self) -> int:
         return self.limits.max_ctx
 
-    def sampling_for(self, thinking: bool | None) -> SamplingParams:
-        """Return the sampling recommended for a request that thinks; None: as the model does by default."""
-        return SamplingParams(**asdict(self.recommended.sampling(thinking)))
+    def sampling_for(self, thinking: bool | None, *, raw: bool = False) -> SamplingParams:
+        """Return the sampling recommended for a request that thinks; None: as the model does by default.
+
+        `raw`: for a prompt without the chat template, whose text, such as code, has to repeat itself.
+        """
+        values = asdict(self.recommended.sampling(thinking))
+        if raw:
+            values |= {"repetition_penalty": 1.0, "presence_penalty": 0.0}
+        return SamplingParams(**values)
 
     @property
     def compresses(self) -> bool:
