@@ -8,7 +8,7 @@ import torch
 from bough.bench.tuning import (
     LAYERS_27B,
     Found,
-    Measured,
+    MeasuredTiling,
     Stack,
     candidates,
     random_steps,
@@ -30,10 +30,10 @@ BUILT_IN = built_in_tilings(H200.arch)
 
 def clock(
     seconds: Callable[[Tiling, int], float], sums: Callable[[Tiling, int], float] = lambda *_: 1.0
-) -> Callable[[Sequence[Tiling], int], Iterator[Measured]]:
-    def measure(tilings: Sequence[Tiling], bucket: int) -> Iterator[Measured]:
+) -> Callable[[Sequence[Tiling], int], Iterator[MeasuredTiling]]:
+    def measure(tilings: Sequence[Tiling], bucket: int) -> Iterator[MeasuredTiling]:
         for tiling in tilings:
-            yield Measured(seconds(tiling, bucket), torch.tensor([sums(tiling, bucket)]))
+            yield MeasuredTiling(seconds(tiling, bucket), torch.tensor([sums(tiling, bucket)]))
 
     return measure
 
@@ -75,10 +75,10 @@ def test_sums_that_are_not_numbers_are_other_sums() -> None:
 
 
 def test_a_clock_that_rises_favours_nobody() -> None:
-    def measure(tilings: Sequence[Tiling], _: int) -> Iterator[Measured]:
+    def measure(tilings: Sequence[Tiling], _: int) -> Iterator[MeasuredTiling]:
         assert tilings[0] == tilings[-1]
         for index in range(len(tilings)):
-            yield Measured(1.0 if index else 2.0, torch.zeros(1))
+            yield MeasuredTiling(1.0 if index else 2.0, torch.zeros(1))
 
     assert all(each.best == each.built_in and each.built_in_s == 1.0 for each in tune(H200, MIX, measure))
 

@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy, pad
 from bough.models.draft_spec import SecondSpec
 from bough.train import draft_loss
 from bough.train.draft_loss import Head, Tally, block_loss, block_weights, selection
-from bough.train.draft_model import CandidateSelector
+from bough.train.draft_model import TrainedSelector
 
 
 def rows(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -72,8 +72,8 @@ def test_acceptance_counts_complete_blocks_up_to_the_first_error():
     assert tally.mean_loss == 1
 
 
-def selector_of(vocabulary: int, width: int) -> CandidateSelector:
-    selector = CandidateSelector(SecondSpec(kernel=2, group=4, rank=6, candidates=5), width, vocabulary)
+def selector_of(vocabulary: int, width: int) -> TrainedSelector:
+    selector = TrainedSelector(SecondSpec(kernel=2, group=4, rank=6, candidates=5), width, vocabulary)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in selector.parameters():

@@ -12,8 +12,8 @@ from bough.models.dflash import DFlashDraft
 from bough.models.draft_spec import DraftSpec
 from bough.state.draft_ring import draft_buffers
 from bough.train.draft_export import draft_config
-from bough.train.draft_model import DraftModel, new_spec
-from bough.train.draft_target import Target
+from bough.train.draft_model import TrainedDraft, new_spec
+from bough.train.draft_target import TrainingTarget
 from tests.tiny_draft import draft_config as config_of
 from tests.tiny_draft import draft_tensors
 
@@ -30,7 +30,7 @@ KINDS = {
 RANK = 24
 
 
-def spec_of(target: Target, kind: str = "full") -> DraftSpec:
+def spec_of(target: TrainingTarget, kind: str = "full") -> DraftSpec:
     layers, window = KINDS[kind]
     rank = RANK if kind == "dflash2" else 0
     base = new_spec(target.spec, mask_id=target.spec.vocab_size - 1, layers=2, block_size=BLOCK, rank=rank)
@@ -38,9 +38,9 @@ def spec_of(target: Target, kind: str = "full") -> DraftSpec:
     return replace(base, layers=kinds, causal=causal, window=window)
 
 
-def model_of(spec: DraftSpec) -> DraftModel:
+def model_of(spec: DraftSpec) -> TrainedDraft:
     """Return a model with norms other than one and weights large enough to matter."""
-    model = DraftModel(spec, seed=3)
+    model = TrainedDraft(spec, seed=3)
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -131,7 +131,7 @@ def test_a_state_dict_is_a_checkpoint(tiny_target):
             head_dim=spec.head_dim,
         )
     )
-    ours = DraftModel(spec).state_dict()
+    ours = TrainedDraft(spec).state_dict()
     assert {name: tensor.shape for name, tensor in ours.items()} == {
         name: tensor.shape for name, tensor in theirs.items()
     }

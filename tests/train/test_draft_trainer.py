@@ -23,7 +23,7 @@ from bough.train import draft_eval, portable
 from bough.train.curves import CURVES
 from bough.train.draft_data import Regeneration, TokenData
 from bough.train.draft_eval import Evaluation, check_parity, measure
-from bough.train.draft_run import Job, train_draft
+from bough.train.draft_run import DraftJob, train_draft
 from bough.train.draft_settings import Saved, TrainConfig, TrainingProgress
 from bough.train.draft_target import load_target
 from bough.train.draft_trainer import Trainer
@@ -61,7 +61,7 @@ def test_training_raises_the_acceptance_length(tmp_path):
             text = "".join(SENTENCES[number] for number in generator.integers(0, len(SENTENCES), 2))
             file.write(json.dumps({"prompt": text}) + "\n")
     path, folder, events = make_toy(tmp_path / "toy.gguf"), tmp_path / "draft", []
-    job = Job(
+    job = DraftJob(
         target=path,
         folder=folder,
         prompts=prompts,
@@ -105,7 +105,7 @@ def test_a_dflash2_draft_learns_what_follows_the_token_before(tmp_path):
             text = "".join(SENTENCES[number] for number in generator.integers(0, len(SENTENCES), 2))
             file.write(json.dumps({"prompt": text}) + "\n")
     path, first, second = make_toy(tmp_path / "toy.gguf"), tmp_path / "first", tmp_path / "second"
-    job = Job(
+    job = DraftJob(
         target=path,
         folder=first,
         prompts=prompts,
@@ -342,7 +342,7 @@ def test_invalid_settings_are_refused(tiny_target, data, tmp_path):
     with pytest.raises(UsageError, match="2 texts of 1 prompts are too few"):
         Trainer(tiny_target, few, tmp_path, QUICK)
     with pytest.raises(UsageError, match="either `prompts` or `tokens`"):
-        Job(tmp_path, tmp_path)
+        DraftJob(tmp_path, tmp_path)
 
 
 def test_micro_batches_accumulate_the_same_gradient(tiny_target, data, tmp_path):

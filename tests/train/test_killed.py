@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from bough.train.draft_data import Regeneration
-from bough.train.draft_run import Job, train_draft
+from bough.train.draft_run import DraftJob, train_draft
 from bough.train.draft_settings import TrainConfig
 from bough.train.shards import read_shard, shard_files
 
@@ -49,8 +49,8 @@ train_draft(job_of(folder, resume=True), answering=answering)
 """
 
 
-def job_of(folder: Path, *, resume: bool) -> Job:
-    return Job(
+def job_of(folder: Path, *, resume: bool) -> DraftJob:
+    return DraftJob(
         target=folder.parent / "target.gguf",
         folder=folder,
         prompts=folder.parent / "prompts.jsonl",

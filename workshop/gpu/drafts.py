@@ -25,7 +25,7 @@ import torch
 
 from bough.gguf.reader import GGUFFile
 from bough.models.spec import ModelSpec
-from bough.train.draft_model import DraftModel, new_spec
+from bough.train.draft_model import TrainedDraft, new_spec
 from bough.train.draft_settings import TrainConfig
 from tests.gpu.texts import embedded_pair
 from workshop.case import case
@@ -173,7 +173,7 @@ def parameters(target: Path) -> dict[str, int]:
         "dflash2": new_spec(spec, mask_id=0, rank=RANK),
         "dflash": new_spec(spec, mask_id=0, feed_forward=wide),
     }
-    return {kind: sum(each.numel() for each in DraftModel(own).parameters()) for kind, own in made.items()}
+    return {kind: sum(each.numel() for each in TrainedDraft(own).parameters()) for kind, own in made.items()}
 
 
 @case()

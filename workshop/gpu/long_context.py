@@ -174,7 +174,7 @@ def steps(report: Report, options: Options, target: Decoder, plan: MemoryPlan, d
         for context, count in itertools.product(contexts, rows):
             ms = step_ms(engine, context, count)
             found[context, count] = ms
-            moved = plan.weights - target.embed.data.nbytes + 2 * plan.recurrent
+            moved = plan.estimate.read_bytes(1) + 2 * plan.recurrent
             moved += kv_bytes_per_token(target.spec, formats) * context
             spec = target.spec
             operations = 4 * count * spec.heads * spec.head_dim * context * spec.attention_layers

@@ -34,7 +34,7 @@ from bough.config import EngineConfig, SpecConfig
 from bough.gguf.reader import GGUFFile
 from bough.models.spec import ModelSpec
 from bough.session.loading import load_session
-from bough.train.draft_model import DraftModel, new_spec
+from bough.train.draft_model import TrainedDraft, new_spec
 from bough.train.shards import pack_shards, read_shard, shard_files
 from workshop.case import case
 from workshop.gpu.stages import Stages
@@ -276,7 +276,7 @@ def train(pair: Pair) -> bool:
             ModelSpec.from_gguf(file), mask_id=0, layers=shape.layers, kv_heads=shape.kv_heads,
             feed_forward=shape.feed_forward, block_size=shape.block,
         )  # fmt: skip
-    parameters = sum(each.numel() for each in DraftModel(spec).parameters())
+    parameters = sum(each.numel() for each in TrainedDraft(spec).parameters())
     assert parameters <= MOST_PARAMETERS, parameters
     pair.log("draft", parameters=parameters, shape=repr(shape), **tokens_of(pair))
     command = ["training.draft", pair.target, "--tokens", pair.tokens, "--output", pair.draft]

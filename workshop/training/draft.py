@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 from bough.train.draft_data import Regeneration
 from bough.train.draft_eval import Evaluation
-from bough.train.draft_run import Job, train_draft
+from bough.train.draft_run import DraftJob, train_draft
 from bough.train.draft_settings import Event, Saved, TrainConfig, TrainingProgress
 from workshop.case import case
 from workshop.report import Report
@@ -95,7 +95,7 @@ def main(report: Report, target: Path, options: Options, config: TrainConfig) ->
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda caught, _: signals.append(caught))
     deadline = time.monotonic() + 60 * options.stop_after if options.stop_after else float("inf")
-    job = Job(
+    job = DraftJob(
         target=target,
         folder=options.output,
         prompts=options.prompts,

@@ -18,7 +18,7 @@ PLAIN = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class BenchCase:
     """The prompts of one thread with one budget and temperature."""
 
     prompts: tuple[Prompt, ...]
@@ -32,7 +32,7 @@ class Case:
 
 def cases(
     prompts: Sequence[Prompt], budgets: Sequence[int | None], temperatures: Sequence[float]
-) -> list[Case]:
+) -> list[BenchCase]:
     """Return the cases in order of measurement; the order of the budgets alternates between threads.
 
     A machine that warms up or is busy for a while then favours neither side.
@@ -42,11 +42,13 @@ def cases(
     for index, (_, thread) in enumerate(threads):
         members = tuple(thread)
         order = list(budgets) if index % 2 == 0 else list(reversed(budgets))
-        ordered += [Case(members, budget, heat) for heat in temperatures for budget in order]
+        ordered += [BenchCase(members, budget, heat) for heat in temperatures for budget in order]
     return ordered
 
 
-def measure(endpoint: Endpoint, planned: Sequence[Case], measured: Mapping[Key, Result]) -> Iterator[Result]:
+def measure(
+    endpoint: Endpoint, planned: Sequence[BenchCase], measured: Mapping[Key, Result]
+) -> Iterator[Result]:
     """Yield the results of the cases that are not in `measured`; stop at the first cancelled generation."""
     for case in planned:
         if all(key in measured for key in case.keys):

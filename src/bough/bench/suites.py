@@ -33,7 +33,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class SuiteSource:
     """The location of a public suite: the first existing file in a data folder, or a dataset on the hub."""
 
     files: tuple[str, ...]
@@ -42,11 +42,11 @@ class Source:
 
 
 SOURCES = {
-    "humaneval": Source(("humaneval/test",), ("openai/openai_humaneval",)),
-    "gsm8k": Source(("gsm8k/test",), ("openai/gsm8k", "main")),
-    "math500": Source(("math500/test",), ("HuggingFaceH4/MATH-500",)),
-    "mbpp": Source(("mbpp/sanitized", "mbpp/all"), ("google-research-datasets/mbpp", "sanitized")),
-    "mtbench": Source(
+    "humaneval": SuiteSource(("humaneval/test",), ("openai/openai_humaneval",)),
+    "gsm8k": SuiteSource(("gsm8k/test",), ("openai/gsm8k", "main")),
+    "math500": SuiteSource(("math500/test",), ("HuggingFaceH4/MATH-500",)),
+    "mbpp": SuiteSource(("mbpp/sanitized", "mbpp/all"), ("google-research-datasets/mbpp", "sanitized")),
+    "mtbench": SuiteSource(
         ("mt_bench/question", "mtbench/question"), ("HuggingFaceH4/mt_bench_prompts",), "train"
     ),
 }
@@ -89,7 +89,7 @@ def _spread(indices: Sequence[int], count: int) -> list[int]:
     return [indices[number * len(indices) // count] for number in range(count)]
 
 
-def _from_folder(source: Source, data: Path, suite: str) -> list[dict[str, Any]]:
+def _from_folder(source: SuiteSource, data: Path, suite: str) -> list[dict[str, Any]]:
     for name in source.files:
         for path in (data / f"{name}.jsonl.gz", data / f"{name}.jsonl"):
             if not path.exists():
@@ -102,7 +102,7 @@ def _from_folder(source: Source, data: Path, suite: str) -> list[dict[str, Any]]
     )
 
 
-def _from_hub(source: Source, suite: str, offline: bool) -> list[dict[str, Any]]:
+def _from_hub(source: SuiteSource, suite: str, offline: bool) -> list[dict[str, Any]]:
     hint = "set `data` to a folder with local files; the suite builtin needs none"
     if offline:
         raise UsageError(f"{suite} has to be downloaded from the hub, which `offline` forbids", hint)

@@ -37,7 +37,7 @@ _CACHES = 3  # a stack is at least this many times as large as the L2 cache
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredTiling:
     seconds: float
     sums: Tensor
 
@@ -77,7 +77,7 @@ def candidates(card: Card, bucket: int, layouts: Iterable[Layout]) -> list[Tilin
 def tune(
     card: Card,
     layouts: Iterable[Layout],
-    measure: Callable[[Sequence[Tiling], int], Iterable[Measured]],
+    measure: Callable[[Sequence[Tiling], int], Iterable[MeasuredTiling]],
     *,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Found]:
@@ -106,7 +106,7 @@ def tune(
     return found
 
 
-def _best(bucket: int, tried: Sequence[Tiling], measured: Sequence[Measured]) -> Found:
+def _best(bucket: int, tried: Sequence[Tiling], measured: Sequence[MeasuredTiling]) -> Found:
     (built_in, *others, _), (first, *rest, last) = tried, measured
     seconds = min(first.seconds, last.seconds)
     pairs = zip(others, rest, strict=True)
@@ -130,14 +130,14 @@ class Stack:
         for _ in range(-(-wanted // sum(weight.nbytes for weight in weights)) - 1):
             self._copies.append([([_copy(weight) for weight in step], k) for step, k in self._steps])
 
-    def measure(self, tilings: Sequence[Tiling], bucket: int) -> Iterator[Measured]:
+    def measure(self, tilings: Sequence[Tiling], bucket: int) -> Iterator[MeasuredTiling]:
         """Time each tiling; all are compiled first, so that the GPU is not idle between them."""
         for tiling in tilings:
             cuda.prepare(self.layouts, {bucket: tiling}, self._device)
         for tiling in tilings:
             yield self._measure(tiling, bucket)
 
-    def _measure(self, tiling: Tiling, bucket: int) -> Measured:
+    def _measure(self, tiling: Tiling, bucket: int) -> MeasuredTiling:
         generator = torch.Generator(self._device).manual_seed(bucket)
         packed = {}
         for columns in sorted({columns for _, columns in self._steps}):
@@ -153,7 +153,7 @@ class Stack:
                     cuda.matmuls(packed[columns], weights, outs, tiling)
 
         seconds = timed(launch, groups=9, repeats=10)
-        return Measured(seconds / len(self._copies), sums)
+        return MeasuredTiling(seconds / len(self._copies), sums)
 
 
 def timed(launch: Callable[[], object], *, groups: int = 5, repeats: int = 2) -> float:

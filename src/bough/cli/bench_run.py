@@ -19,7 +19,7 @@ from bough.errors import UsageError
 
 if TYPE_CHECKING:
     from bough.bench.measure import Endpoint, Settings
-    from bough.bench.runner import Case, Key, Result, ResultFile
+    from bough.bench.runner import BenchCase, Key, Result, ResultFile
     from bough.bench.suites import Prompt
     from bough.session.session import Session
 
@@ -148,7 +148,7 @@ class BenchRun:
         self.found |= found
 
 
-def _warm_up(endpoint: "Endpoint", cases: "Sequence[Case]") -> None:
+def _warm_up(endpoint: "Endpoint", cases: "Sequence[BenchCase]") -> None:
     from bough.bench.suites import Prompt
 
     for budget in dict.fromkeys(case.budget for case in cases):

@@ -27,8 +27,8 @@ from bough.hub.resolve import meaning, resolve
 
 if TYPE_CHECKING:
     from bough.train.draft_eval import Evaluation
-    from bough.train.draft_run import Job
-    from bough.train.draft_settings import Event, Result
+    from bough.train.draft_run import DraftJob
+    from bough.train.draft_settings import Event, TrainingResult
 
 _BAR_STEPS = 10_000
 _NOTES_EVERY_S = 60  # where standard error is no terminal
@@ -233,12 +233,12 @@ def train(
 
 def _job(
     target: Path, output: Path, text: TextOptions, draft: DraftOptions, training: TrainingOptions
-) -> "Job":
+) -> "DraftJob":
     from bough.train.draft_data import Regeneration
-    from bough.train.draft_run import Job
+    from bough.train.draft_run import DraftJob
     from bough.train.draft_settings import TrainConfig
 
-    return Job(
+    return DraftJob(
         target=target,
         folder=output,
         prompts=text.prompts,
@@ -380,7 +380,7 @@ def _recall(event: "Evaluation") -> str:
     return f"; the right token is a candidate {min(event.recall):.0%} to {max(event.recall):.0%} of the time"
 
 
-def _report(result: "Result", target: Path, *, as_json: bool) -> None:
+def _report(result: "TrainingResult", target: Path, *, as_json: bool) -> None:
     assert result.evaluation is not None and result.measured is not None
     if as_json:
         view.print_json(
@@ -398,7 +398,7 @@ def _report(result: "Result", target: Path, *, as_json: bool) -> None:
     view.sections(
         "Trained a draft",
         {
-            "Result": [
+            "TrainingResult": [
                 ("draft", str(result.folder)),
                 ("steps", f"{result.step:,}"),
                 ("held-out loss", f"{result.evaluation.loss:.3f}"),
@@ -414,7 +414,7 @@ def _report(result: "Result", target: Path, *, as_json: bool) -> None:
     )
 
 
-def _example(result: "Result", target: Path) -> str:
+def _example(result: "TrainingResult", target: Path) -> str:
     """Return a command that runs as it is."""
     from bough.train.mtp_export import MTP_TARGET
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from bough.convert.checkpoint import SafetensorsCheckpoint, read_config, read_optional_json
-from bough.convert.families import Entry, Sizes, family_of, metadata, read_sizes
+from bough.convert.families import Entry, ModelSizes, family_of, metadata, read_sizes
 from bough.convert.hf_vocab import read_vocabulary
 from bough.convert.mixes import FILE_TYPES, QUANTISATION_VERSION, check_mix, fitting_type, wanted_type
 from bough.convert.rules import Rule, tensor_rules
@@ -104,7 +104,7 @@ def convert(
 
 def write_model(
     output: Path,
-    sizes: Sizes,
+    sizes: ModelSizes,
     checkpoint: Checkpoint,
     *,
     name: str,
@@ -186,7 +186,9 @@ def _prediction_layers(names: Iterable[str]) -> int:
     return max((int(match[1]) + 1 for match in found if match), default=0)
 
 
-def _check_tensors(rules: list[Rule], checkpoint: Checkpoint, *, sizes: Sizes, folder: Path) -> list[str]:
+def _check_tensors(
+    rules: list[Rule], checkpoint: Checkpoint, *, sizes: ModelSizes, folder: Path
+) -> list[str]:
     """Raise for absent, misshapen and unexpected tensors; return the names of redundant ones."""
     needed = {name: (shape, rule.name) for rule in rules for name, shape in rule.sources}
     absent = [name for name in needed if name not in checkpoint.shapes]

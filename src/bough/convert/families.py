@@ -13,7 +13,7 @@ Entry = tuple[str, Any, ValueType | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class ModelFamily:
     """The differences between the supported architectures."""
 
     architecture: str
@@ -25,11 +25,11 @@ class Family:
     interleaved_rope: bool = False
 
 
-_QWEN35 = Family("qwen35", hybrid=True, head_norms=True)
-_QWEN35_MOE = Family("qwen35moe", hybrid=True, experts=True, head_norms=True)
-_QWEN3 = Family("qwen3", head_norms=True)
-_QWEN2 = Family("qwen2", qkv_biases=True)
-_LLAMA = Family("llama", interleaved_rope=True)
+_QWEN35 = ModelFamily("qwen35", hybrid=True, head_norms=True)
+_QWEN35_MOE = ModelFamily("qwen35moe", hybrid=True, experts=True, head_norms=True)
+_QWEN3 = ModelFamily("qwen3", head_norms=True)
+_QWEN2 = ModelFamily("qwen2", qkv_biases=True)
+_LLAMA = ModelFamily("llama", interleaved_rope=True)
 _BY_CLASS = {
     "Qwen3_5ForCausalLM": _QWEN35,
     "Qwen3_5ForConditionalGeneration": _QWEN35,
@@ -63,7 +63,7 @@ class Hybrid:
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
+class ExpertSizes:
     count: int
     used: int
     feed_forward: int
@@ -71,10 +71,10 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class ModelSizes:
     """The values of config.json that determine tensor shapes and metadata."""
 
-    family: Family
+    family: ModelFamily
     layers: int
     # multi-token prediction layers after the trunk, 0 or 1
     mtp_layers: int
@@ -94,14 +94,14 @@ class Sizes:
     tied: bool
     feed_forward: int
     hybrid: Hybrid | None
-    experts: Experts | None
+    experts: ExpertSizes | None
 
     @property
     def interval(self) -> int:
         return self.hybrid.interval if self.hybrid else 1
 
 
-def family_of(config: HFConfig) -> Family:
+def family_of(config: HFConfig) -> ModelFamily:
     """Return the family that the configuration names by class, or by model_type if it names no class."""
     classes = config.get("architectures")
     if isinstance(classes, list) and classes:
@@ -115,7 +115,7 @@ def family_of(config: HFConfig) -> Family:
     return family
 
 
-def read_sizes(config: HFConfig, *, mtp_layers: int = 0) -> Sizes:
+def read_sizes(config: HFConfig, *, mtp_layers: int = 0) -> ModelSizes:
     """Return the sizes in `config`; raise for variants that are not supported."""
     family = family_of(config)
     _refuse_variants(config)
@@ -133,7 +133,7 @@ def read_sizes(config: HFConfig, *, mtp_layers: int = 0) -> Sizes:
         needed = "on a part of it, an even number" if family.hybrid else "on all of it, an even number"
         _refuse(config, f"rope on {share} of {head_dim}", needed)
     layers = config.integer("num_hidden_layers")
-    return Sizes(
+    return ModelSizes(
         family=family,
         layers=layers,
         mtp_layers=mtp_layers,
@@ -155,7 +155,7 @@ def read_sizes(config: HFConfig, *, mtp_layers: int = 0) -> Sizes:
     )
 
 
-def metadata(sizes: Sizes) -> list[Entry]:
+def metadata(sizes: ModelSizes) -> list[Entry]:
     """Return the architecture's metadata, typed as in llama.cpp's files."""
     entries: list[Entry] = [
         ("block_count", sizes.layers + sizes.mtp_layers, None),
@@ -233,7 +233,7 @@ def _refuse_variants(config: HFConfig) -> None:
         _refuse(config, "use_sliding_window true", "attention to the whole context")
 
 
-def _share(family: Family) -> float:
+def _share(family: ModelFamily) -> float:
     """Return the share of a head's dimensions that rope rotates."""
     return 0.25 if family.hybrid else 1.0
 
@@ -246,7 +246,7 @@ def _rope(config: HFConfig) -> HFConfig:
 
 
 def _rope_factors(
-    config: HFConfig, family: Family, rope: HFConfig, *, head_dim: int, theta: float
+    config: HFConfig, family: ModelFamily, rope: HFConfig, *, head_dim: int, theta: float
 ) -> tuple[float, ...]:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
@@ -298,8 +298,8 @@ def _hybrid(config: HFConfig, layers: int) -> Hybrid:
     return hybrid
 
 
-def _experts(config: HFConfig) -> Experts:
-    return Experts(
+def _experts(config: HFConfig) -> ExpertSizes:
+    return ExpertSizes(
         count=config.integer("num_experts"),
         used=config.integer("num_experts_per_tok"),
         feed_forward=config.integer("moe_intermediate_size"),

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from bough.convert.families import Experts, Hybrid, Sizes
+from bough.convert.families import ExpertSizes, Hybrid, ModelSizes
 
 Shape = tuple[int, ...]
 Build = Callable[[Sequence[torch.Tensor]], torch.Tensor]
@@ -22,7 +22,7 @@ class Rule:
     build: Build
 
 
-def tensor_rules(sizes: Sizes, names: Container[str] = ()) -> list[Rule]:
+def tensor_rules(sizes: ModelSizes, names: Container[str] = ()) -> list[Rule]:
     """Return a rule for every tensor of the GGUF file; `names` are the checkpoint's tensors."""
     embedding = (sizes.vocabulary, sizes.width)
     rules = [_copied("token_embd.weight", "model.embed_tokens.weight", embedding)]
@@ -72,14 +72,14 @@ def _copied(name: str, source: str, shape: Shape) -> Rule:
     return Rule(name, shape, ((source, shape),), _only)
 
 
-def _norm(sizes: Sizes, target: str, source: str, size: int) -> Rule:
+def _norm(sizes: ModelSizes, target: str, source: str, size: int) -> Rule:
     # Qwen3.5 checkpoints store the difference from one, GGUF files the factor itself
     build = _plus_one if sizes.hybrid else _only
     return Rule(f"{target}.weight", (size,), ((f"{source}.weight", (size,)),), build)
 
 
 def _block(
-    sizes: Sizes, source: str, target: str, *, full_attention: bool, names: Container[str]
+    sizes: ModelSizes, source: str, target: str, *, full_attention: bool, names: Container[str]
 ) -> list[Rule]:
     rules = [_norm(sizes, target + "attn_norm", source + "input_layernorm", sizes.width)]
     if full_attention or sizes.hybrid is None:
@@ -93,7 +93,7 @@ def _block(
     return rules + _experts(sizes.experts, sizes.width, source + "mlp.", target, names=names)
 
 
-def _attention(sizes: Sizes, source: str, target: str) -> list[Rule]:
+def _attention(sizes: ModelSizes, source: str, target: str) -> list[Rule]:
     queries, keys = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
     # the hybrid's query projection includes the output gate
     query_rows = 2 * queries if sizes.hybrid else queries
@@ -162,7 +162,9 @@ def _feed_forward(source: str, target: str, size: int, width: int) -> list[Rule]
     return [rule("gate", (size, width)), rule("up", (size, width)), rule("down", (width, size))]
 
 
-def _experts(experts: Experts, width: int, source: str, target: str, *, names: Container[str]) -> list[Rule]:
+def _experts(
+    experts: ExpertSizes, width: int, source: str, target: str, *, names: Container[str]
+) -> list[Rule]:
     count, size = experts.count, experts.feed_forward
     pair = source + "experts.gate_up_proj"
     shapes = {"gate": (count, size, width), "up": (count, size, width), "down": (count, width, size)}
@@ -192,7 +194,7 @@ def _experts(experts: Experts, width: int, source: str, target: str, *, names: C
     ]
 
 
-def _prediction(sizes: Sizes, target: str) -> list[Rule]:
+def _prediction(sizes: ModelSizes, target: str) -> list[Rule]:
     return [
         _copied(target + "eh_proj.weight", "mtp.fc.weight", (sizes.width, 2 * sizes.width)),
         _norm(sizes, target + "enorm", "mtp.pre_fc_norm_embedding", sizes.width),

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from bough.engine.sampler import SamplingParams
 from bough.errors import BoughError, UsageError
-from bough.train.draft_target import Target
+from bough.train.draft_target import TrainingTarget
 from bough.train.files import read_json, write_json
 from bough.train.generation import Asked, generate_batch, many_engine
-from bough.train.shards import Job, Text, read_shard, shard_files, write_shard
+from bough.train.shards import Job, ShardText, read_shard, shard_files, write_shard
 
 INDEX = "index.json"
 _FORMAT = 2
@@ -78,7 +78,7 @@ def _prompt(line: str, where: str) -> dict[str, Any]:
     return value
 
 
-def encode_prompt(prompt: dict[str, Any], target: Target) -> list[int]:
+def encode_prompt(prompt: dict[str, Any], target: TrainingTarget) -> list[int]:
     """Return the prompt's token ids; trailing assistant messages are dropped."""
     tokenizer = target.tokenizer
     if "prompt" in prompt:
@@ -92,7 +92,7 @@ def encode_prompt(prompt: dict[str, Any], target: Target) -> list[int]:
 
 
 def regenerate(
-    target: Target,
+    target: TrainingTarget,
     prompts: Path,
     folder: Path,
     settings: Regeneration,
@@ -136,7 +136,7 @@ def regenerate(
     return True
 
 
-def _fitting(target: Target, prompts: Path, settings: Regeneration) -> list[tuple[int, list[int]]]:
+def _fitting(target: TrainingTarget, prompts: Path, settings: Regeneration) -> list[tuple[int, list[int]]]:
     """Return the numbers and tokens of the prompts that leave room for an output."""
     lines = read_prompts(prompts)
     encoded = []
@@ -158,8 +158,8 @@ def _fitting(target: Target, prompts: Path, settings: Regeneration) -> list[tupl
 
 
 def _generated(
-    target: Target, jobs: dict[Job, list[int]], settings: Regeneration
-) -> Iterator[tuple[Job, Text | None]]:
+    target: TrainingTarget, jobs: dict[Job, list[int]], settings: Regeneration
+) -> Iterator[tuple[Job, ShardText | None]]:
     """Yield each job and its text; None if the output is too short."""
     ways = list(jobs)
     outputs = generate_batch(
@@ -173,7 +173,7 @@ def _generated(
         end = target.tokenizer.eos_id if output.ended else None
         text = (jobs[job] + _finished(output.tokens, end))[: settings.length]
         boundary = len(jobs[job])
-        yield job, Text(*job, text, boundary) if len(text) - boundary >= _MIN_OUTPUT else None
+        yield job, ShardText(*job, text, boundary) if len(text) - boundary >= _MIN_OUTPUT else None
 
 
 def _sampling(settings: Regeneration, job: Job) -> SamplingParams:
@@ -199,11 +199,11 @@ class _ShardWriter:
         self._begin()
 
     def _begin(self) -> None:
-        self._texts: list[Text] = []
+        self._texts: list[ShardText] = []
         self._skipped: list[Job] = []
         self._since = time.monotonic()
 
-    def add(self, job: Job, text: Text | None) -> None:
+    def add(self, job: Job, text: ShardText | None) -> None:
         if text is None:
             self._skipped.append(job)
         else:
@@ -229,7 +229,7 @@ def _finished(output: list[int], end: int | None) -> list[int]:
     return output if end is None else [*output, end]
 
 
-def _index(target: Target, prompts: Path, settings: Regeneration) -> dict[str, Any]:
+def _index(target: TrainingTarget, prompts: Path, settings: Regeneration) -> dict[str, Any]:
     return {
         "format": _FORMAT,
         "target": target.path.name,

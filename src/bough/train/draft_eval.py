@@ -19,9 +19,8 @@ from bough.engine.sampler import SamplingParams
 from bough.errors import BoughError
 from bough.kernels.tree.reference import accept_path
 from bough.models.dflash import DFlashDraft
-from bough.spec.dflash import DFlashModel
-from bough.spec.dflash import DraftModel as ProposingModel
-from bough.spec.mtp import MTPModel as EngineMTP
+from bough.spec.dflash import DFlashModel, DraftModel
+from bough.spec.mtp import MTPModel
 from bough.spec.policy import StepCosts
 from bough.spec.speculator import CANDIDATES, SPINE, Speculator
 from bough.spec.tree import Proposal, build_tree
@@ -29,10 +28,10 @@ from bough.state.draft_ring import draft_buffers, mtp_buffers
 from bough.train.draft_data import Batch, TokenData, make_batch
 from bough.train.draft_export import WEIGHTS
 from bough.train.draft_loss import Head, Tally, block_loss
-from bough.train.draft_model import DraftModel
-from bough.train.draft_target import FeatureReader, Frozen, Target
+from bough.train.draft_model import TrainedDraft
+from bough.train.draft_target import FeatureReader, Frozen, TrainingTarget
 from bough.train.mtp_export import MTP_TARGET, load_block, read_block
-from bough.train.mtp_model import MTPModel
+from bough.train.mtp_model import TrainedMTP
 
 BUDGET = SpecConfig().budget  # nodes per tree
 _TREES = 96  # blocks for which a tree is built
@@ -52,7 +51,7 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(
-    model: DraftModel | MTPModel,
+    model: TrainedDraft | TrainedMTP,
     reader: FeatureReader,
     frozen: Frozen,
     batches: Sequence[Batch],
@@ -76,7 +75,7 @@ def evaluate(
             total = tally
         else:
             total.merge(tally)
-        if isinstance(model, DraftModel):  # what an MTP block proposes depends on the path
+        if isinstance(model, TrainedDraft):  # what an MTP block proposes depends on the path
             accepted += _tree_acceptance(model, hidden, batch, frozen.head, _TREES - len(accepted))
     assert total is not None
     tree = sum(accepted) / len(accepted) if accepted else total.acceptance
@@ -84,13 +83,15 @@ def evaluate(
     return Evaluation(step, total.mean_loss, total.top1, total.acceptance, tree, recall)
 
 
-def block_rows(model: DraftModel | MTPModel, reader: FeatureReader, frozen: Frozen, batch: Batch) -> Tensor:
+def block_rows(
+    model: TrainedDraft | TrainedMTP, reader: FeatureReader, frozen: Frozen, batch: Batch
+) -> Tensor:
     """Return the hidden states [B, M, T, width] of the batch's blocks; matmuls run in bfloat16 on a GPU."""
     with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=batch.tokens.is_cuda):
         return model(reader(batch.tokens), model.inputs(frozen, batch), batch.anchors)
 
 
-def _tree_acceptance(model: DraftModel, hidden: Tensor, batch: Batch, head: Tensor, most: int) -> list[int]:
+def _tree_acceptance(model: TrainedDraft, hidden: Tensor, batch: Batch, head: Tensor, most: int) -> list[int]:
     """Return the acceptance lengths of the trees of up to `most` complete blocks."""
     whole = batch.valid.all(-1).nonzero().tolist()
     counts = []
@@ -107,7 +108,7 @@ def _tree_acceptance(model: DraftModel, hidden: Tensor, batch: Batch, head: Tens
     return counts
 
 
-def _proposal(model: DraftModel, rows: Tensor, logits: Tensor, anchor: Tensor) -> Proposal:
+def _proposal(model: TrainedDraft, rows: Tensor, logits: Tensor, anchor: Tensor) -> Proposal:
     """Return what the engine would propose from a block's rows [K, width] and logits [K, V]."""
     selector = model.candidate_selector
     count = CANDIDATES if selector is None else selector.candidates
@@ -122,7 +123,7 @@ def _proposal(model: DraftModel, rows: Tensor, logits: Tensor, anchor: Tensor) -
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredDraft:
     """Acceptance of a draft as measured in the engine."""
 
     acceptance: float  # tokens per step
@@ -131,13 +132,13 @@ class Measured:
 
 
 def measure(
-    target: Target,
+    target: TrainingTarget,
     draft: Path,
     prompts: Sequence[list[int]],
     *,
     max_tokens: int = 128,
     sampling: SamplingParams | None = None,
-) -> Measured:
+) -> MeasuredDraft:
     """Decode with the draft alone, without prompt lookup, and with trees of BUDGET nodes at every step."""
     decoder, max_ctx = target.decoder, max(map(len, prompts)) + max_tokens
     speculator = Speculator(
@@ -159,25 +160,25 @@ def measure(
             if isinstance(event, Done):
                 steps += event.stats.steps
                 tokens += event.stats.step_tokens
-    return Measured(tokens / max(1, steps), tokens, steps)
+    return MeasuredDraft(tokens / max(1, steps), tokens, steps)
 
 
-def _proposer(target: Target, path: Path, max_ctx: int) -> ProposingModel:
+def _proposer(target: TrainingTarget, path: Path, max_ctx: int) -> DraftModel:
     """Return the draft at `path`: a DFlash or DFlash2 draft, or a file of the target with an MTP block."""
     decoder, device = target.decoder, target.device
     if path.name == MTP_TARGET:
         block = load_block(path, device, decoder.dtype)
-        return EngineMTP(block, decoder, mtp_buffers(target.spec, max_ctx=max_ctx, device=device))
+        return MTPModel(block, decoder, mtp_buffers(target.spec, max_ctx=max_ctx, device=device))
     loaded = DFlashDraft.load(path, target.spec, device=device, dtype=decoder.dtype)
     return DFlashModel(loaded, decoder, draft_buffers(loaded.spec, max_ctx=max_ctx, device=device))
 
 
 @torch.no_grad()
-def check_mtp_parity(target: Target, folder: Path, data: TokenData, numbers: Sequence[int]) -> float:
+def check_mtp_parity(target: TrainingTarget, folder: Path, data: TokenData, numbers: Sequence[int]) -> float:
     """Return the same for an MTP block, which drafts the text's own tokens."""
     decoder, device = target.decoder, target.device
     block = load_block(folder / MTP_TARGET, device, torch.float32)
-    model = MTPModel(target.spec, target.final_norm, str(folder)).to(device)
+    model = TrainedMTP(target.spec, target.final_norm, str(folder)).to(device)
     read_block(folder / MTP_TARGET, model)
     reader, frozen = FeatureReader(decoder, model.spec.taps), Frozen(decoder, 0, 1)
     head, slots, worst = frozen.head.float(), torch.zeros(1, dtype=torch.int64, device=device), 0.0
@@ -200,14 +201,14 @@ def check_mtp_parity(target: Target, folder: Path, data: TokenData, numbers: Seq
 
 
 @torch.no_grad()
-def check_parity(target: Target, folder: Path, data: TokenData, numbers: Sequence[int]) -> float:
+def check_parity(target: TrainingTarget, folder: Path, data: TokenData, numbers: Sequence[int]) -> float:
     """Return the largest relative difference between the trainer's and the engine's logits, same weights.
 
     Raises if the two forward passes disagree: such a draft would train well and be accepted rarely.
     """
     decoder, device = target.decoder, target.device
     draft = DFlashDraft.load(folder, target.spec, device=device, dtype=torch.float32)
-    model = DraftModel(draft.spec).to(device)
+    model = TrainedDraft(draft.spec).to(device)
     weights = load_file(folder / WEIGHTS, device=str(device))
     model.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
     reader = FeatureReader(decoder, draft.spec.taps)

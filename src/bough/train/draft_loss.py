@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
-from bough.train.draft_model import CandidateSelector
+from bough.train.draft_model import TrainedSelector
 
 LossKind = Literal["dpace", "decay"]
 _ALPHA = 0.5  # D-PACE: the smallest factor by which a token reduces the weight of the tokens after it
@@ -112,7 +112,7 @@ class Head:
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
+class TokenSelection:
     """The selector's share of the loss: which of a position's candidates follows the token before."""
 
     cost: Tensor  # [C, K] cross entropy of the labels among the candidates
@@ -121,8 +121,8 @@ class Selection:
 
 
 def selection(
-    selector: CandidateSelector, hidden: Tensor, logits: Tensor, labels: Tensor, anchors: Tensor, head: Head
-) -> Selection:
+    selector: TrainedSelector, hidden: Tensor, logits: Tensor, labels: Tensor, anchors: Tensor, head: Head
+) -> TokenSelection:
     """Score labels [C, K] among the likeliest tokens by logits [C, K, V], each after the true token before.
 
     A label that is missing takes the place of the last candidate. On the path that is accepted every token
@@ -138,7 +138,7 @@ def selection(
     chosen = selector(hidden, before[..., None], head.tokens_of(best))[..., 0, :]
     scores = logits.gather(-1, best) + chosen
     cost = cross_entropy(scores.flatten(0, 1), place.flatten(), reduction="none").view_as(place)
-    return Selection(cost, (scores.argmax(-1) == place) & recalled, recalled)
+    return TokenSelection(cost, (scores.argmax(-1) == place) & recalled, recalled)
 
 
 def block_loss(
@@ -149,7 +149,7 @@ def block_loss(
     *,
     kind: LossKind,
     scale: float = 1.0,
-    selector: CandidateSelector | None = None,
+    selector: TrainedSelector | None = None,
     anchors: Tensor | None = None,
 ) -> Tally:
     """Return the blocks' statistics; backpropagate through `hidden` [B, M, T, width] if it needs a gradient.

@@ -111,7 +111,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
 
 
-class Attention(nn.Module):
+class DraftAttention(nn.Module):
     def __init__(self, spec: DraftSpec, kind: LayerKind, causal: bool):
         super().__init__()
         self._spec, self._kind, self._causal = spec, kind, causal
@@ -165,7 +165,7 @@ class Attention(nn.Module):
         return rope(self.k_norm(k.float()), *angles), v
 
 
-class FeedForward(nn.Module):
+class DraftFeedForward(nn.Module):
     def __init__(self, spec: DraftSpec):
         super().__init__()
         self.gate_proj = nn.Linear(spec.width, spec.feed_forward, bias=False)
@@ -176,7 +176,7 @@ class FeedForward(nn.Module):
         return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class DynamicConvolution(nn.Module):
+class TrainedConvolution(nn.Module):
     """DFlash2's convolutions over a block's rows, before and after half a layer; at first the identity."""
 
     def __init__(self, spec: DraftSpec):
@@ -202,7 +202,7 @@ class DynamicConvolution(nn.Module):
         return out
 
 
-class CandidateSelector(nn.Module):
+class TrainedSelector(nn.Module):
     """DFlash2's scores of a candidate after the token before it; at first all are zero."""
 
     def __init__(self, spec: SecondSpec, width: int, vocabulary: int):
@@ -218,16 +218,16 @@ class CandidateSelector(nn.Module):
         return gated @ self.successor_codebook[ids].mT
 
 
-class Layer(nn.Module):
+class DraftLayer(nn.Module):
     def __init__(self, spec: DraftSpec, kind: LayerKind, causal: bool):
         super().__init__()
         self._convolves = spec.second is not None
         if self._convolves:
-            self.attention_conv, self.mlp_conv = DynamicConvolution(spec), DynamicConvolution(spec)
+            self.attention_conv, self.mlp_conv = TrainedConvolution(spec), TrainedConvolution(spec)
         self.input_layernorm = nn.RMSNorm(spec.width, spec.eps)
-        self.self_attn = Attention(spec, kind, causal)
+        self.self_attn = DraftAttention(spec, kind, causal)
         self.post_attention_layernorm = nn.RMSNorm(spec.width, spec.eps)
-        self.mlp = FeedForward(spec)
+        self.mlp = DraftFeedForward(spec)
 
     def forward(self, x: Tensor, context: Tensor, at: Geometry) -> Tensor:
         def attend(rows: Tensor) -> Tensor:
@@ -240,7 +240,7 @@ class Layer(nn.Module):
         return x + self.mlp_conv(self.post_attention_layernorm(x), self.mlp)
 
 
-class DraftModel(nn.Module):
+class TrainedDraft(nn.Module):
     def __init__(self, spec: DraftSpec, *, seed: int = 0):
         super().__init__()
         self.spec = spec
@@ -248,13 +248,13 @@ class DraftModel(nn.Module):
         self.fc = nn.Linear(len(spec.taps) * spec.width, spec.width, bias=False)
         self.hidden_norm = nn.RMSNorm(spec.width, spec.eps)
         self.layers = nn.ModuleList(
-            Layer(spec, kind, causal) for kind, causal in zip(spec.layers, spec.causal, strict=True)
+            DraftLayer(spec, kind, causal) for kind, causal in zip(spec.layers, spec.causal, strict=True)
         )
         self.norm = nn.RMSNorm(spec.width, spec.eps)
-        self.candidate_selector: CandidateSelector | None = None
+        self.candidate_selector: TrainedSelector | None = None
         if spec.second is not None:
             assert spec.vocab_size is not None
-            self.candidate_selector = CandidateSelector(spec.second, spec.width, spec.vocab_size)
+            self.candidate_selector = TrainedSelector(spec.second, spec.width, spec.vocab_size)
         pairs = torch.arange(spec.head_dim // 2, dtype=torch.float32)
         self._frequencies: Tensor
         frequencies = spec.rope_theta ** (-2 * pairs / spec.head_dim)

@@ -7,7 +7,7 @@ from pathlib import Path
 from bough.errors import UsageError
 from bough.models.weights import Progress as LoadProgress
 from bough.train.draft_data import Regeneration, TokenData, regenerate
-from bough.train.draft_settings import Event, Result, TrainConfig
+from bough.train.draft_settings import Event, TrainConfig, TrainingResult
 from bough.train.draft_target import load_target
 from bough.train.draft_trainer import Trainer, check_folder, check_settings
 from bough.train.ranks import Ranks
@@ -16,7 +16,7 @@ TOKENS = "tokens"  # subfolder of the draft's folder with the generated training
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class DraftJob:
     """Settings of a run; exactly one of `prompts` (a JSONL file) and `tokens` (a token folder) is set."""
 
     target: Path  # a GGUF file
@@ -40,14 +40,14 @@ class Job:
 
 
 def train_draft(
-    job: Job,
+    job: DraftJob,
     *,
     loading: LoadProgress | None = None,
     answering: Callable[[int, int], None] | None = None,
     notify: Callable[[Event], None] = lambda event: None,
     cancelled: Callable[[], bool] = lambda: False,
     data_only: bool = False,
-) -> Result:
+) -> TrainingResult:
     """Load the target, generate the training text and train the draft.
 
     `cancelled` is polled between steps; only the token shard in progress is lost.
@@ -73,7 +73,7 @@ def train_draft(
             )
             done = ranks.all(done, target.device)
             if data_only or not done:
-                return Result(done, 0, job.folder)
+                return TrainingResult(done, 0, job.folder)
         assert tokens is not None
         data = TokenData.load(tokens, vocabulary=target.spec.vocab_size, length=job.regeneration.length)
         trainer = Trainer(

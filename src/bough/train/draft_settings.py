@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from bough.errors import UsageError
-from bough.train.draft_eval import Evaluation, Measured
+from bough.train.draft_eval import Evaluation, MeasuredDraft
 from bough.train.draft_loss import LossKind
 from bough.train.draft_model import DraftKind
 
@@ -73,11 +73,11 @@ Event = TrainingProgress | Evaluation | Saved
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class TrainingResult:
     finished: bool  # False: cancelled, with a checkpoint to resume from
     step: int
     folder: Path
     evaluation: Evaluation | None = None
     untrained: float = 0.0  # acceptance length in the engine before training
-    measured: Measured | None = None
+    measured: MeasuredDraft | None = None
     parity: float = 0.0

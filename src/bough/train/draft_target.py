@@ -27,7 +27,7 @@ _CHUNK = 512  # tokens per forward pass; prompts are prefilled in chunks too
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class TrainingTarget:
     path: Path
     size: int  # bytes of the file
     decoder: Decoder
@@ -45,7 +45,7 @@ class Target:
         return self.decoder.device
 
 
-def load_target(path: Path, *, device: str = "auto", progress: Progress | None = None) -> Target:
+def load_target(path: Path, *, device: str = "auto", progress: Progress | None = None) -> TrainingTarget:
     """Load a target with the weight layouts of serving."""
     where = pick_device(device)
     # The dtype of serving: the draft is trained on the features it gets at inference.
@@ -53,7 +53,7 @@ def load_target(path: Path, *, device: str = "auto", progress: Progress | None =
     with GGUFFile.open(path) as file:
         spec = ModelSpec.from_gguf(file)
         plan = plan_memory(file, spec, EngineConfig(), where)
-        return Target(
+        return TrainingTarget(
             path=file.path,
             size=file.size_bytes,
             decoder=Decoder.load(file, device=where, dtype=dtype, expand=plan.expanded, progress=progress),
@@ -64,7 +64,7 @@ def load_target(path: Path, *, device: str = "auto", progress: Progress | None =
         )
 
 
-def mask_token(target: Target, wanted: int | None = None) -> int:
+def mask_token(target: TrainingTarget, wanted: int | None = None) -> int:
     """Return the mask token's id: `wanted`, else <|mask|>, else a token that occurs in no text."""
     rows = target.spec.vocab_size
     if wanted is not None:

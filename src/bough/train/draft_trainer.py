@@ -36,12 +36,12 @@ from bough.train.draft_eval import (
 from bough.train.draft_export import GGUF, export_draft, export_gguf
 from bough.train.draft_import import read_draft
 from bough.train.draft_loss import Head, Tally, block_loss
-from bough.train.draft_model import DraftModel, new_spec
-from bough.train.draft_settings import Event, Result, Saved, TrainConfig, TrainingProgress
-from bough.train.draft_target import FeatureReader, Frozen, Target, mask_token
+from bough.train.draft_model import TrainedDraft, new_spec
+from bough.train.draft_settings import Event, Saved, TrainConfig, TrainingProgress, TrainingResult
+from bough.train.draft_target import FeatureReader, Frozen, TrainingTarget, mask_token
 from bough.train.files import write_json, write_whole
 from bough.train.mtp_export import MTP_TARGET, export_mtp
-from bough.train.mtp_model import MTPModel, MTPSpec
+from bough.train.mtp_model import MTPSpec, TrainedMTP
 from bough.train.muon import optimisers
 from bough.train.portable import read_portable, write_portable
 from bough.train.ranks import Ranks
@@ -75,7 +75,7 @@ class _RunState:
 class Trainer:
     def __init__(
         self,
-        target: Target,
+        target: TrainingTarget,
         data: TokenData,
         folder: Path,
         config: TrainConfig,
@@ -147,7 +147,7 @@ class Trainer:
         more = np.random.default_rng(self._config.seed).permutation(others)[: max(0, limit - len(used))]
         return Head.of(self._frozen.head, torch.from_numpy(np.sort(np.concatenate([used, more]))))
 
-    def run(self) -> Result:
+    def run(self) -> TrainingResult:
         """Train until the schedule ends or the run is cancelled, and return the result."""
         self._ranks.wait()
         if self._state.step == 0 and self._ranks.first:
@@ -155,12 +155,12 @@ class Trainer:
         finished = self._loop()
         self._save()
         if not finished:
-            return Result(False, self._state.step, self._folder)
+            return TrainingResult(False, self._state.step, self._folder)
         result = None
         if self._ranks.first:
             result = self._finish()
         self._ranks.wait()
-        return result or Result(True, self._state.step, self._folder)
+        return result or TrainingResult(True, self._state.step, self._folder)
 
     def _loop(self) -> bool:
         """Run the training steps; return False if the run was cancelled."""
@@ -370,7 +370,7 @@ class Trainer:
     def _export(self, folder: Path) -> Path:
         """Write the draft, or the target's file with its MTP block, and return its path."""
         target = self._target
-        if isinstance(self.model, MTPModel):
+        if isinstance(self.model, TrainedMTP):
             export_mtp(folder / MTP_TARGET, target.path, self.model)
             return folder / MTP_TARGET
         assert isinstance(self.spec, DraftSpec)
@@ -395,7 +395,7 @@ class Trainer:
         numbers = list(first.values())[:_PROMPTS]
         return [data.text(number)[: data.boundaries[number]].tolist() for number in numbers]
 
-    def _finish(self) -> Result:
+    def _finish(self) -> TrainingResult:
         target, config, state = self._target, self._config, self._state
         evaluation = self._evaluate()
         path = self._export(self._folder)
@@ -425,7 +425,7 @@ class Trainer:
             },
         )
         draw_curves(state.history, self._folder / CURVES, title=f"{target.path.stem}: draft")
-        return Result(True, state.step, self._folder, evaluation, state.untrained, measured, parity)
+        return TrainingResult(True, state.step, self._folder, evaluation, state.untrained, measured, parity)
 
 
 def check_folder(folder: Path, *, resume: bool) -> None:
@@ -437,14 +437,16 @@ def check_folder(folder: Path, *, resume: bool) -> None:
         )
 
 
-def new_model(target: Target, config: TrainConfig, folder: Path) -> DraftModel | MTPModel:
+def new_model(target: TrainingTarget, config: TrainConfig, folder: Path) -> TrainedDraft | TrainedMTP:
     """Return an untrained model of the kind asked for."""
     if config.kind == "mtp":
-        return MTPModel(target.spec, target.final_norm, str(folder), seed=config.seed)
-    return DraftModel(draft_spec(target, config, folder), seed=config.seed)
+        return TrainedMTP(target.spec, target.final_norm, str(folder), seed=config.seed)
+    return TrainedDraft(draft_spec(target, config, folder), seed=config.seed)
 
 
-def check_settings(target: Target, config: TrainConfig, folder: Path, continue_from: Path | None) -> None:
+def check_settings(
+    target: TrainingTarget, config: TrainConfig, folder: Path, continue_from: Path | None
+) -> None:
     """Raise for settings that this target cannot be trained with, before any long work."""
     if config.kind == "mtp":
         MTPSpec.of(target.spec, str(folder))
@@ -456,7 +458,7 @@ def check_settings(target: Target, config: TrainConfig, folder: Path, continue_f
         read_draft(continue_from, spec, target.spec)
 
 
-def draft_spec(target: Target, config: TrainConfig, folder: Path) -> DraftSpec:
+def draft_spec(target: TrainingTarget, config: TrainConfig, folder: Path) -> DraftSpec:
     return new_spec(
         target.spec,
         mask_id=mask_token(target, config.mask_token),

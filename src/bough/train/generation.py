@@ -30,7 +30,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class GeneratedTokens:
     index: int  # of what was asked
     tokens: list[int]  # without the end token
     ended: bool  # by an end token
@@ -51,7 +51,7 @@ def generate_batch(
     max_tokens: int,
     stop_ids: frozenset[int],
     progress: Callable[[int, int], None] | None = None,
-) -> Iterator[Output]:
+) -> Iterator[GeneratedTokens]:
     """Yield outputs as sequences finish, in no particular order.
 
     A sampled token depends on the seed of its request and the position, not on the other requests.
@@ -67,7 +67,7 @@ def _run(
     max_tokens: int,
     stop_ids: frozenset[int],
     progress: Callable[[int, int], None] | None,
-) -> Iterator[Output]:
+) -> Iterator[GeneratedTokens]:
     order = _ordered(asked)
     leaders: dict[tuple[int, ...], Running] = {}  # of the prompts that may be asked again
     indices: dict[Running, int] = {}
@@ -95,7 +95,7 @@ def _run(
                     ended.append(sequence)
             for sequence in ended:
                 done, index = done + 1, indices.pop(sequence)
-                yield Output(index, outputs.pop(index), sequence.reason == "stop")
+                yield GeneratedTokens(index, outputs.pop(index), sequence.reason == "stop")
             if progress is not None and ended:
                 progress(done, len(asked))
     finally:

@@ -14,13 +14,13 @@ from bough.gguf.writer import GGUFWriter
 from bough.models.mtp import MTPBlock
 from bough.models.spec import ModelSpec
 from bough.train.draft_export import tensor_type
-from bough.train.mtp_model import MTPModel
+from bough.train.mtp_model import TrainedMTP
 
 MTP_TARGET = "target-mtp.gguf"
 _WRITER_KEYS = ("general.architecture", "general.alignment")  # which the writer sets
 
 
-def export_mtp(path: Path, target: Path, model: MTPModel) -> None:
+def export_mtp(path: Path, target: Path, model: TrainedMTP) -> None:
     """Write a copy of the target's file with the block at its end, its matrices in Q8_0."""
     tensors = {name: tensor.float().cpu() for name, tensor in model.tensors().items()}
     with GGUFFile.open(target) as file:
@@ -54,7 +54,7 @@ def load_block(path: Path, device: torch.device, dtype: torch.dtype) -> MTPBlock
 
 
 @torch.no_grad()
-def read_block(path: Path, model: MTPModel) -> None:
+def read_block(path: Path, model: TrainedMTP) -> None:
     """Set a model's weights to those of a file, quantised as they are there."""
     with GGUFFile.open(path) as file:
         for name, tensor in model.tensors().items():

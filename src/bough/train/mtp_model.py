@@ -80,7 +80,7 @@ def block_shapes(target: ModelSpec) -> dict[str, tuple[int, ...]]:
     }
 
 
-class MTPModel(nn.Module):
+class TrainedMTP(nn.Module):
     candidate_selector = None
     recompute = False
 

@@ -23,7 +23,7 @@ Job = tuple[int, int]  # number of the prompt, index of the temperature
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class ShardText:
     """A prompt and its output."""
 
     prompt: int  # its number
@@ -65,7 +65,7 @@ def shard_files(folder: Path) -> list[Path]:
     return sorted(folder.glob(PATTERN))
 
 
-def write_shard(path: Path, texts: Sequence[Text], skipped: Iterable[Job] = ()) -> None:
+def write_shard(path: Path, texts: Sequence[ShardText], skipped: Iterable[Job] = ()) -> None:
     """Write texts, in the order of prompts and temperatures."""
     ordered = sorted(texts, key=lambda text: text.job)
     shard = Shard(
