@@ -7,7 +7,7 @@ from typing import Any
 
 from bough.convert.checkpoint import HFConfig
 from bough.convert.convert import Entry, heading
-from bough.convert.families import Sizes, metadata, read_sizes
+from bough.convert.families import ModelSizes, metadata, read_sizes
 from bough.convert.mixes import tensor_type
 from bough.convert.rules import tensor_rules
 from bough.gguf.writer import GGUFWriter
@@ -42,7 +42,7 @@ def write_target(card: Card, shape: Shape, path: Path) -> Path:
     return path
 
 
-def _sizes(card: Card, shape: Shape) -> Sizes:
+def _sizes(card: Card, shape: Shape) -> ModelSizes:
     match = card.match
     heads, kv_heads, head_dim = shape.heads
     values: dict[str, Any] = {
