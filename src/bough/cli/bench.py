@@ -57,107 +57,50 @@ Suites = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class MeasureOptions:
-    prompts: Annotated[
-        int | None,
-        _measured(
-            "--prompts",
-            min=1,
-            metavar="N",
-            help="Of each suite. Default: 10; all of builtin and agent; sweep: 1 of code and 1 of prose.",
-        ),
-    ] = None
-    n_gen: Annotated[
-        int | None,
-        _measured(
-            "--n-gen",
-            "-n",
-            min=2,
-            metavar="N",
-            help="Most tokens of an answer. Default: 256, and 640 where answers are scored.",
-        ),
-    ] = None
-    seed: Annotated[int, _measured("--seed", min=0, help="Of sampling.")] = 0
-    temperature: Annotated[
-        str | None, _measured("--temperature", "-t", metavar="X[,X]", help="Default: 0; sweep: 0,0.8.")
-    ] = None
-    budget: Annotated[
-        str | None,
-        _measured(
-            "--budget",
-            metavar="N[,N]",
-            help="Most proposed tokens in a tree; several for sweep. "
-            "Default: as recommended for the model; sweep: 4,8,16,22,32,48,63.",
-        ),
-    ] = None
-    context: Annotated[
-        str | None,
-        _measured(
-            "--context",
-            metavar="N[,N]",
-            help="In sweep: tokens before the prompt, 0,1k,4k.",
-        ),
-    ] = None
-    fixed: Annotated[
-        bool,
-        _measured(
-            "--fixed", help="Verify trees of the whole budget, even if they do not pay; sweep always does."
-        ),
-    ] = False
-    thinking: Annotated[
-        bool,
-        _measured("--think/--no-think", help="Let models reason first, where they can.", show_default=False),
-    ] = False
-    data: Annotated[
-        Path | None,
-        _measured(
-            "--data",
-            metavar="FOLDER",
-            exists=True,
-            file_okay=False,
-            help="Has humaneval/test.jsonl[.gz] and so on; else the public suites come from the hub.",
-        ),
-    ] = None
+    prompts: int | None = _measured(
+        "Of each suite. Default: 10; all of builtin and agent; sweep: 1 of code and 1 of prose.", "N 1.."
+    )
+    n_gen: int | None = _measured(
+        "Most tokens of an answer. Default: 256, and 640 where answers are scored.", "-n N 2.."
+    )
+    seed: int = _measured("Of sampling.", "0..", default=0)
+    temperature: str | None = _measured("Default: 0; sweep: 0,0.8.", "-t X[,X]")
+    budget: str | None = _measured(
+        "Most proposed tokens in a tree; several for sweep. "
+        "Default: as recommended for the model; sweep: 4,8,16,22,32,48,63.",
+        "N[,N]",
+    )
+    context: str | None = _measured("In sweep: tokens before the prompt, 0,1k,4k.", "N[,N]")
+    fixed: bool = _measured(
+        "Verify trees of the whole budget, even if they do not pay; sweep always does.", default=False
+    )
+    thinking: bool = _measured(
+        "Let models reason first, where they can.", "--think/--no-think", default=False, show_default=False
+    )
+    data: Path | None = _measured(
+        "Has humaneval/test.jsonl[.gz] and so on; else the public suites come from the hub.",
+        "FOLDER",
+        exists=True,
+        file_okay=False,
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteOptions:
-    url: Annotated[
-        str | None,
-        _server("--url", metavar="URL", help="Measure an OpenAI-compatible server; MODEL is its name there."),
-    ] = None
-    api_key: Annotated[
-        str | None, _server("--api-key", metavar="KEY", help="Sent to the server; else BOUGH_API_KEY.")
-    ] = None
+    url: str | None = _server("Measure an OpenAI-compatible server; MODEL is its name there.", "URL")
+    api_key: str | None = _server("Sent to the server; else BOUGH_API_KEY.", "KEY")
 
 
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
-    lines: Annotated[
-        Path | None,
-        _output(
-            "--lines",
-            metavar="FILE",
-            help="Every prompt's result, as it is measured. Default: bench.jsonl in the cache folder.",
-        ),
-    ] = None
-    resume: Annotated[bool, _output("--resume", help="Go on from what --lines has of the same settings.")] = (
-        False
+    lines: Path | None = _output(
+        "Every prompt's result, as it is measured. Default: bench.jsonl in the cache folder.", "FILE"
     )
-    json_file: Annotated[Path | None, _output("--json", metavar="FILE", help="All figures.")] = None
-    markdown: Annotated[Path | None, _output("--markdown", metavar="FILE", help="The table as a page.")] = (
-        None
-    )
-    plot: Annotated[Path | None, _output("--plot", metavar="FOLDER", help="Plots; needs matplotlib.")] = None
-    compare: Annotated[
-        Path | None,
-        _output(
-            "--compare",
-            metavar="OLD.json",
-            exists=True,
-            dir_okay=False,
-            help="Changes since a file of --json.",
-        ),
-    ] = None
+    resume: bool = _output("Go on from what --lines has of the same settings.", default=False)
+    json_file: Path | None = _output("All figures.", "--json FILE")
+    markdown: Path | None = _output("The table as a page.", "FILE")
+    plot: Path | None = _output("Plots; needs matplotlib.", "FOLDER")
+    compare: Path | None = _output("Changes since a file of --json.", "OLD.json", exists=True, dir_okay=False)
     quiet: Quiet = False
 
     @property

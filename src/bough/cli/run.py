@@ -49,23 +49,14 @@ class PromptOptions:
         list[str] | None,
         typer.Argument(metavar="PROMPT", help="The same as --prompt.", show_default=False),
     ] = None
-    prompt: Annotated[
-        str | None,
-        _prompt(
-            "--prompt",
-            "-p",
-            help="What to answer. Standard input, unless it is a terminal, is added to it: "
-            "in a loop that reads a file, write `</dev/null` after the command.",
-        ),
-    ] = None
-    file: Annotated[
-        Path | None,
-        _prompt("--file", "-f", metavar="PATH", help="A text file that follows the prompt, or is all of it."),
-    ] = None
+    prompt: str | None = _prompt(
+        "What to answer. Standard input, unless it is a terminal, is added to it: "
+        "in a loop that reads a file, write `</dev/null` after the command.",
+        "-p",
+    )
+    file: Path | None = _prompt("A text file that follows the prompt, or is all of it.", "-f PATH")
     system: System = None
-    raw: Annotated[
-        bool, _prompt("--raw", help="Continue the prompt as it is, without the chat template.")
-    ] = False
+    raw: bool = _prompt("Continue the prompt as it is, without the chat template.", default=False)
     think: Think = None
 
     def check(self) -> None:
@@ -104,24 +95,14 @@ def _is_sentence(name: str) -> bool:
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
     as_json: AsJson = False
-    logprobs: Annotated[
-        int | None,
-        _output(
-            "--logprobs",
-            min=0,
-            max=100,
-            metavar="N",
-            help="With --json: each token's log probability and those of the N likeliest.",
-        ),
-    ] = None
-    show_kept: Annotated[
-        bool,
-        _output(
-            "--show-kept",
-            help="With --compress auto: show the prompt on standard error, with what is left out in grey, "
-            "or as [-...-] without colours.",
-        ),
-    ] = False
+    logprobs: int | None = _output(
+        "With --json: each token's log probability and those of the N likeliest.", "N 0..100"
+    )
+    show_kept: bool = _output(
+        "With --compress auto: show the prompt on standard error, with what is left out in grey, "
+        "or as [-...-] without colours.",
+        default=False,
+    )
     quiet: Quiet = False
 
     def check(self, engine: EngineOptions) -> None:

@@ -47,34 +47,20 @@ ChatModel = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class RemoteOptions:
-    url: Annotated[
-        str | None,
-        _server(
-            "--url",
-            metavar="URL",
-            help="Talk to an OpenAI-compatible server instead of loading a model: http://127.0.0.1:8000",
-        ),
-    ] = None
-    api_key: Annotated[
-        str | None, _server("--api-key", metavar="KEY", help="For --url; else BOUGH_API_KEY.")
-    ] = None
+    url: str | None = _server(
+        "Talk to an OpenAI-compatible server instead of loading a model: http://127.0.0.1:8000", "URL"
+    )
+    api_key: str | None = _server("For --url; else BOUGH_API_KEY.", "KEY")
 
 
 @dataclass(frozen=True, slots=True)
 class ConversationOptions:
     system: System = None
-    load: Annotated[
-        Path | None, _prompt("--load", metavar="PATH", help="Go on with a conversation that /save wrote.")
-    ] = None
+    load: Path | None = _prompt("Go on with a conversation that /save wrote.", "PATH")
     think: Think = None
-    settings: Annotated[
-        list[str] | None,
-        _sampling(
-            "--set",
-            metavar="NAME=VALUE",
-            help="What /set sets, by its name there; may be given several times.",
-        ),
-    ] = None
+    settings: list[str] | None = _sampling(
+        "What /set sets, by its name there; may be given several times.", "--set NAME=VALUE"
+    )
 
 
 # What a conversation has a setting for.
