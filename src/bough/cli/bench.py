@@ -151,9 +151,9 @@ def bench(
     bough bench builtin --url http://127.0.0.1:8000 --prompts 2
     """
     suites, model = in_order(suites, model)
-    chosen = [each.strip() for each in suites.split(",") if each.strip()]
+    names = [each.strip() for each in suites.split(",") if each.strip()]
     grid = Grid.parse(
-        chosen, temperature=measured.temperature, budget=measured.budget, context=measured.context
+        names, temperature=measured.temperature, budget=measured.budget, context=measured.context
     )
     config = engine.config(cache)
     if remote.url is not None:
@@ -164,8 +164,8 @@ def bench(
         from bough.bench import plots
     if output.plot is not None:
         plots.require()
-    loaded = _prompts(chosen, measured, grid, offline=engine.offline or environment().offline)
-    run = _run(chosen, measured, config, output)
+    loaded = _prompts(names, measured, grid, offline=engine.offline or environment().offline)
+    run = _run(names, measured, config, output)
     if remote.url is not None:
         key = remote.api_key or environment().api_key
         measure_server(run, loaded, grid, remote.url, key=key, model=model)
@@ -234,11 +234,11 @@ def _run(
 
 def _document(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        _ = found["run"], found["lines"]
+        document = json.loads(path.read_text(encoding="utf-8"))
+        _ = document["run"], document["lines"]
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"--compare {path} is not a file that `bench --json` wrote") from error
-    return found
+    return document
 
 
 def _report(
@@ -247,17 +247,17 @@ def _report(
     """Show the results, what changed since an earlier run, and write the files that were asked for."""
     from bough.bench import report
 
-    found = list(run.found.values())
-    _show(run.head, found, screen, output.path, interrupted=run.cancelled())
+    results = list(run.found.values())
+    _show(run.head, results, screen, output.path, interrupted=run.cancelled())
     if before is not None:
-        _changes(before, report.document(run.head, found))
-    _write(run.head, found, output, screen)
+        _changes(before, report.document(run.head, results))
+    _write(run.head, results, output, screen)
     if not sys.stdout.isatty():
-        view.print_json(report.summary(run.head, found))
+        view.print_json(report.summary(run.head, results))
 
 
 def _show(
-    head: "Result", found: "Sequence[Result]", screen: view.Screen, lines: Path, *, interrupted: bool
+    head: "Result", results: "Sequence[Result]", screen: view.Screen, lines: Path, *, interrupted: bool
 ) -> None:
     from bough.bench import report
 
@@ -265,17 +265,17 @@ def _show(
         rows = [[name, report.spread(each, 1)] for name, each in head["speed"].items()]
         view.table("The target alone, as llama-bench measures it", ["test", "tok/s"], rows)
     headings = (report.title(head), "Steps")
-    for heading, (columns, cases) in zip(headings, report.tables(found).items(), strict=True):
+    for heading, (columns, cases) in zip(headings, report.tables(results).items(), strict=True):
         view.table(heading, columns, cases)
-    for remark in (report.disturbance(head), report.cut_short(found)):
+    for remark in (report.disturbance(head), report.cut_short(results)):
         if remark:
             screen.notice(remark.replace("**", ""))
-    skipped = sum("skipped" in line for line in found)
+    skipped = sum("skipped" in line for line in results)
     if skipped:
         screen.notice(f"{skipped} answers were left out: the prompt does not fit in the context.")
     if interrupted:
         screen.notice(
-            f"Interrupted. {len(found)} results are in {lines}; the same command with --resume goes on."
+            f"Interrupted. {len(results)} results are in {lines}; the same command with --resume goes on."
         )
     else:
         screen.note(f"Every prompt's result is in {lines}.")
@@ -295,19 +295,19 @@ def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
     view.plain(f"{len(changes) - len(real)} of {len(changes)} figures did not change beyond noise.")
 
 
-def _write(head: "Result", found: "Sequence[Result]", output: OutputOptions, screen: view.Screen) -> None:
+def _write(head: "Result", results: "Sequence[Result]", output: OutputOptions, screen: view.Screen) -> None:
     from bough.bench import plots, report
 
     pictures: dict[str, str] = {}
     if output.plot is not None:
-        plotted = plots.render(found, output.plot, title=report.subject(head))
+        plotted = plots.render(results, output.plot, title=report.subject(head))
         pictures = {name: str(path) for name, path in plotted.items()}
         screen.note(f"{len(plotted)} plots are in {output.plot}.")
     for path in (output.json_file, output.markdown):
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
     if output.json_file is not None:
-        output.json_file.write_text(json.dumps(report.document(head, found), indent=1), encoding="utf-8")
+        output.json_file.write_text(json.dumps(report.document(head, results), indent=1), encoding="utf-8")
     if output.markdown is not None:
-        page = f"# Benchmark\n\n{report.markdown(head, found, pictures)}\n{report.DEFINITIONS}"
+        page = f"# Benchmark\n\n{report.markdown(head, results, pictures)}\n{report.DEFINITIONS}"
         output.markdown.write_text(page, encoding="utf-8")

@@ -54,20 +54,20 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     groups: dict[str, tuple[type, list[str]]] = {}
     expanded: list[inspect.Parameter] = []
     for name, parameter in inspect.signature(command).parameters.items():
-        found = _group(hints[name])
-        if found is None:
+        group = _group(hints[name])
+        if group is None:
             expanded.append(parameter.replace(kind=parameter.KEYWORD_ONLY, annotation=hints[name]))
         else:
-            groups[name] = found[0], [option.name for option in found[1]]
-            expanded += found[1]
+            groups[name] = group[0], [option.name for option in group[1]]
+            expanded += group[1]
 
     @functools.wraps(command)
-    def call(**given: Any) -> None:
+    def call(**arguments: Any) -> None:
         values = {
-            name: kind(**{option: given.pop(option) for option in names})
+            name: kind(**{option: arguments.pop(option) for option in names})
             for name, (kind, names) in groups.items()
         }
-        command(**given, **values)
+        command(**arguments, **values)
 
     result: Any = call
     result.__signature__ = inspect.Signature(expanded)
@@ -119,8 +119,8 @@ def panel(title: str) -> Callable[..., Any]:
                 names.append(word)
             else:
                 settings["metavar"] = word
-        found = {PANEL: title, "names": names, "settings": {"help": help} | settings}
-        return dataclass_field(default=default, metadata=found)
+        declaration = {PANEL: title, "names": names, "settings": {"help": help} | settings}
+        return dataclass_field(default=default, metadata=declaration)
 
     return option
 

@@ -92,5 +92,5 @@ class SamplingOptions:
         """Return the sampling parameters that were given, by name."""
         values = {name: getattr(self, name) for name in FILTERS_AND_PENALTIES}
         values |= {"seed": self.seed, "logit_bias": bias(self.logit_bias or []) or None}
-        given = {name: value for name, value in values.items() if value is not None}
-        return (GREEDY if self.greedy else {}) | given
+        changed = {name: value for name, value in values.items() if value is not None}
+        return (GREEDY if self.greedy else {}) | changed

@@ -189,14 +189,14 @@ def serve(
     sampling.check(screen)
     _check_several(model, server, speculating)
     choices = []
-    for given in model or [None]:
+    for argument in model or [None]:
         target, proposing = choose(
-            given, speculating, think=server.think, offline=engine.offline, screen=screen
+            argument, speculating, think=server.think, offline=engine.offline, screen=screen
         )
         settings = with_scorer(engine_config(engine.config(cache), proposing), engine, screen)
         settings = dataclasses.replace(settings, parallel=server.parallel)
-        name = server.served_model_name or _name(target, given, choices)
-        choices.append(Choice(name, given, target, proposing, settings))
+        name = server.served_model_name or _name(target, argument, choices)
+        choices.append(Choice(name, argument, target, proposing, settings))
     config = server.config(choices[0].name, sampling)
     check(config)
     _warn_of_readable_keys(server.api_key_file, screen)
@@ -250,11 +250,11 @@ def _check_several(models: list[str] | None, server: ServerOptions, speculating:
         )
 
 
-def _name(target: Chosen, given: str | None, others: Sequence[Choice]) -> str:
+def _name(target: Chosen, argument: str | None, others: Sequence[Choice]) -> str:
     """Return what requests call a model: its short name, else its file, else what was given."""
     if target.path in [each.target.path for each in others]:
-        raise UsageError(f"{given} is given twice, needed different models")
-    names = [target.card.name if target.card else None, target.path.stem, given]
+        raise UsageError(f"{argument} is given twice, needed different models")
+    names = [target.card.name if target.card else None, target.path.stem, argument]
     return next(name for name in names if name and name not in [each.name for each in others])
 
 

@@ -149,10 +149,10 @@ def _fit(
 
     if facts["model"] is None:
         raise UsageError(f"{file.path.name} cannot be run: {facts['problems'][0]}")
-    wanted = NamedDraft.read(draft or environment().draft or AUTO)
-    named = wanted.name
+    named_draft = NamedDraft.read(draft or environment().draft or AUTO)
+    named = named_draft.name
     budget = card.budget if card else SpecConfig().budget
-    speculation = None if named == NONE else SpecConfig(budget=budget, mtp=wanted.mtp)
+    speculation = None if named == NONE else SpecConfig(budget=budget, mtp=named_draft.mtp)
     with _draft_file(named, file.path, card) as path:
         config = replace(config, speculation=speculation, draft=None if path is None else DraftConfig(path))
         planned = shown.survey(file, ModelSpec.from_gguf(file), config)
@@ -166,21 +166,21 @@ def _draft_file(named: str, target: Path, card: Card | None) -> Generator[Path |
     if named not in (AUTO, NONE, MTP, LOOKUP):
         yield resolve_draft(named, offline=True)
         return
-    found = draft_at_hand(target, card) if named == AUTO else None
-    if found is not None or named != AUTO or card is None or card.draft is None:
-        yield found
+    path = draft_at_hand(target, card) if named == AUTO else None
+    if path is not None or named != AUTO or card is None or card.draft is None:
+        yield path
         return
     with tempfile.TemporaryDirectory(prefix="bough-show-") as folder:
         try:
             if not environment().offline:
-                found = draft_head(card.draft, Path(folder), length=HEADERS[0])
+                path = draft_head(card.draft, Path(folder), length=HEADERS[0])
         except (ModelNotFound, DownloadFailed):
-            found = None
-        if found is None and card.shape is not None and card.shape.draft is not None:
+            path = None
+        if path is None and card.shape is not None and card.shape.draft is not None:
             from bough.convert.header import write_draft
 
-            found = write_draft(card, card.shape, Path(folder))
-        yield found
+            path = write_draft(card, card.shape, Path(folder))
+        yield path
 
 
 def describe(file: "GGUFFile") -> dict[str, Any]:

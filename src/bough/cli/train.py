@@ -328,6 +328,6 @@ def _example(result: "TrainingResult", target: Path) -> str:
     """Return a command that runs as it is."""
     from bough.train.mtp_export import MTP_TARGET
 
-    own = result.folder / MTP_TARGET
-    model = [own] if own.exists() else [target, "--draft", result.folder]
+    block_file = result.folder / MTP_TARGET
+    model = [block_file] if block_file.exists() else [target, "--draft", result.folder]
     return f'bough run {shlex.join(map(str, model))} -p "def fibonacci(n):"'

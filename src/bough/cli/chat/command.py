@@ -141,10 +141,10 @@ def _begin(options: ConversationOptions, sampling: SamplingOptions) -> "tuple[Co
     settings.stop += sampling.stops
     if sampling.limit is not None:
         settings.values["max_tokens"] = sampling.limit
-    for each in options.settings or ():
-        name, equals, value = each.partition("=")
+    for setting in options.settings or ():
+        name, equals, value = setting.partition("=")
         if not equals:
-            raise UsageError(f"--set is {each!r}; needs NAME=VALUE, as in top_p=0.9")
+            raise UsageError(f"--set is {setting!r}; needs NAME=VALUE, as in top_p=0.9")
         settings.set(name, value)
     return conversation, settings
 
@@ -163,9 +163,10 @@ class RemoteModels:
 
     def _connect(self, name: str | None) -> "Backend":
         from bough.cli.chat.remote import RemoteBackend
+        from bough.session.remote import RemoteSession
 
         with self.screen.waiting(f"Connecting to {self.url}"):
-            return RemoteBackend.connect(self.url, key=self.key, model=name)
+            return RemoteBackend(RemoteSession.connect(self.url, key=self.key, model=name))
 
 
 @dataclass(frozen=True, slots=True)
