@@ -17,6 +17,7 @@ from bough.models.step import Step
 from bough.models.weights import WeightLoader
 from bough.session import loading
 from bough.state.sequences import SequenceStates
+from bough.text.tokenizer import Tokenizer
 from tests.gpu.texts import embedded_pair
 from tests.session.fake_gpu import dry_run, gpu_plan
 
@@ -42,7 +43,7 @@ def log_probabilities(model: Decoder, tokens: torch.Tensor) -> torch.Tensor:
 def test_the_text_hardly_changes() -> None:
     """On real weights and text, with the head exact: a mean divergence far below that of a sampled token."""
     with GGUFFile.open(TARGET) as file:
-        tokenizer, _ = loading._text_of(file, ModelSpec.from_gguf(file))
+        tokenizer = Tokenizer.from_metadata(file.metadata, source=str(file.path))
     text = (
         "def fibonacci(n):\n    if n < 2:\n        return n\n    return fibonacci(n - 1) + fibonacci(n - 2)\n"
     )

@@ -27,8 +27,8 @@ from bough.models.decoder import Decoder
 from bough.models.spec import ModelSpec
 from bough.models.step import Step
 from bough.models.weights import WeightLoader
-from bough.session.loading import _text_of
 from bough.state.sequences import SequenceStates
+from bough.text.tokenizer import Tokenizer
 from tests.gpu.texts import embedded_pair
 from workshop.report import Report, eager_ms
 
@@ -214,7 +214,7 @@ def cost(report: Report, path: Path, device: torch.device, tokens: int) -> None:
     """Compare next-token distributions of exact and int8 prefill over real text: one file's cost."""
     with GGUFFile.open(path) as file:
         exact, rounded = (decoder(file, device, int8=int8) for int8 in (False, True))
-        tokenizer, _ = _text_of(file, exact.spec)
+        tokenizer = Tokenizer.from_metadata(file.metadata, source=str(path))
     for name, files in TEXTS.items():
         text = text_of(files)
         ids = torch.tensor(tokenizer.encode(text[10_000 : 10_000 + 8 * tokens])[:tokens], device=device)
