@@ -5,7 +5,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bough.kernels.quant_matmul.int8 import Int8Matrix
 from bough.kernels.quant_matmul.layout import Layout, PackedWeight
 from bough.kernels.quant_matmul.rows import PackedRows, empty_rows
 from bough.kernels.runtime.dry_run import cache_tensor
@@ -340,13 +339,6 @@ def matmul(x: PackedRows, weight: PackedWeight, out: Tensor) -> None:
     if splits > 1:
         grid = (-(-weight.rows // 1024), x.rows)
         _add_kernel[grid](parts, out, weight.rows, splits, out.stride(0), parts.stride(0), WIDTH=1024)
-
-
-def requantise(weight: PackedWeight, first: int, out: Int8Matrix) -> None:
-    """Write out.rows rows of the matrix, from row `first` on, to `out`."""
-    from bough.kernels.quant_matmul import int8_kernels
-
-    int8_kernels.requantise(weight, first, out)
 
 
 def expand(weight: PackedWeight, first: int, out: Tensor) -> None:
