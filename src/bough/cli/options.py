@@ -31,9 +31,7 @@ LIMITS = re.compile(r"(-?[0-9.]*[0-9])?\.\.(-?[0-9.]*[0-9])?")
 COMPRESS = ("compress", "compress_above", "compress_to", "compress_scorer")
 # Options that every engine has.
 REASONING = ("effort", "break_loops")
-HARDWARE = (
-    "vram_limit", "experts_host", "prefill", "device", "threads", "cpu_backend", "cpu_activations", "offline",
-)  # fmt: skip
+HARDWARE = ("vram_limit", "experts_host", "prefill", "device", "threads", "cpu_backend", "offline")
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +207,6 @@ VramLimit = Annotated[
 
 DraftQuant = StrEnum("DraftQuant", "auto q8_0 q4_k none")
 KVType = StrEnum("KVType", "auto f32 f16 bf16 q8_0 q5_0 q4_0 tq3_0")
-CPUActivations = StrEnum("CPUActivations", "int16 int8")
 Prefill = StrEnum("Prefill", "exact int8")
 CPUBackend = StrEnum("CPUBackend", "auto native torch")
 Compress = StrEnum("Compress", "off auto")
@@ -263,11 +260,6 @@ class EngineOptions:
         "SIZE",
         parser=memory_or_none,
     )
-    prefix_cache_exact: bool = _engine(
-        "Do not use states that were saved after an answer: they differ in the last bits from "
-        "processing the answer as part of a prompt.",
-        default=False,
-    )
     prefix_cache_dir: Path | None = _engine(
         "Keep states of prompts in this folder, too: later runs need not compute a repeated prefix again.",
         "PATH",
@@ -298,10 +290,6 @@ class EngineOptions:
         "What computes on a CPU: native code, with weights as small as in the file, or PyTorch. "
         "auto: native code where it runs the model.",
         default=CPUBackend.auto,
-    )
-    cpu_activations: CPUActivations = _engine(
-        "What native code rounds activations to. int8: faster with many rows, approximate.",
-        default=CPUActivations.int16,
     )
     effort: Effort | None = _reasoning(
         "How much to reason: in the chat template's own words where it has them, else in tokens: "

@@ -177,7 +177,7 @@ def _check_prefill(config: EngineConfig, device: torch.device) -> None:
     if device.type == "cpu":
         raise UsageError(
             "`prefill` is int8, which a GPU computes, but the model runs on a CPU",
-            "leave it exact; `cpu_activations` has an int8 of its own",
+            "leave it exact",
             param="prefill",
         )
     capability = capability_of(device) or (8, 0)
