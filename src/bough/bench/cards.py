@@ -22,6 +22,9 @@ CARDS = {
     "H100": 3352,
     "H200": 4800,
 }
+# GiB that cards of consumers report, for a list of those of one size.
+MEMORY = {"RTX 3090": 23.69, "RTX 3090 Ti": 23.69, "RTX 4090": 23.64, "L4": 22.03}
+MEMORY |= {"RTX 3080": 9.64, "RTX 4080": 15.6, "RTX 5070 Ti": 15.5, "RTX 5080": 15.5, "RTX 5090": 31.4}
 # Of the data sheet's bandwidth that a step of one row reaches on an H200 with a 27B in Q4_K_M.
 ROW_SHARE = 0.603 * 4347 / 4800
 CPU_SHARE = 0.7  # of a copy's bandwidth, in native code

@@ -64,7 +64,7 @@ def list_models(
 
 def _speed(row: dict[str, Any], device: str) -> list[float | None] | None:
     """Return about how many tokens a second, and with the draft; None: the device is not known."""
-    share = _read_share(f"{row['name']} {row.get('card') or ''}")
+    share = read_share(f"{row['name']} {row.get('card') or ''}")
     speeds = about_tok_s(max(1, row["size_bytes"]), share, device, draft=bool(row.get("draft")))
     return None if speeds is None or not row["fits"] else list(speeds)
 
@@ -73,7 +73,7 @@ def _does_fit(size: int, memory: int) -> bool:
     return OVERHEAD * size + RUNNING <= memory
 
 
-def _read_share(name: str) -> float:
+def read_share(name: str) -> float:
     """Return the share of a model's weights that one token reads, from its name: 35B-A3B."""
     active = re.search(r"([0-9.]+)b-a([0-9.]+)b", name.lower())
     return float(active[2]) / float(active[1]) if active else 1.0
@@ -87,7 +87,7 @@ def suggestion() -> str | None:
     fitting = {
         name: size
         for name, size in sizes.items()
-        if _does_fit(size, room) and not (device == CPU and size * _read_share(name) > SLOW)
+        if _does_fit(size, room) and not (device == CPU and size * read_share(name) > SLOW)
     }
     return max(fitting, key=lambda name: fitting[name]) if fitting else None
 

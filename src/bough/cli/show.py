@@ -19,7 +19,7 @@ from bough.cli.options import MODEL_HELP, Draft, MaxContext, Parallel, VramLimit
 from bough.config import DraftConfig, EngineConfig, SpecConfig, environment
 from bough.errors import BoughError, DownloadFailed, ModelFileError, ModelNotFound, ResourceError, UsageError
 from bough.gguf.types import NATIVE_TYPES
-from bough.hub.catalog import EMBEDDED, MODES, Card, Sampling
+from bough.hub.catalog import EMBEDDED, FROM_CARD, MODES, Card, Sampling
 from bough.hub.download import fetch_heads, gguf_files
 from bough.hub.drafts import draft_head
 from bough.hub.recommended import recommended
@@ -67,8 +67,8 @@ def show(
             "--vram-limit, --max-ctx, --parallel and --draft belong to --fit", "bough show MODEL --fit"
         )
     meant = meaning(name)
-    with _file(meant) as file:
-        facts = describe(file)
+    with _file(meant) as (file, source):
+        facts = describe(file, source)
         card = meant.card
         if card is None and facts["model"] is not None:
             card = card_of(file, meant.repo.repo if meant.repo else None)
@@ -87,8 +87,8 @@ def show(
 
 
 @contextlib.contextmanager
-def _file(meant: Meaning) -> "Generator[GGUFFile]":
-    """Open a model that is here, else one that has its header and holes instead of weights."""
+def _file(meant: Meaning) -> "Generator[tuple[GGUFFile, str]]":
+    """Open a model that is here, else one that has its header and holes instead of weights; say which."""
     from bough.gguf.reader import GGUFFile
 
     try:
@@ -98,10 +98,10 @@ def _file(meant: Meaning) -> "Generator[GGUFFile]":
             tempfile.TemporaryDirectory(prefix="bough-show-") as folder,
             _header(meant, Path(folder), missing) as file,
         ):
-            yield file
+            yield file, f"not on this machine: bough pull {meant.card.name if meant.card else meant.fetched}"
         return
     with GGUFFile.open(path) as file:
-        yield file
+        yield file, str(path)
 
 
 def _header(meant: Meaning, folder: Path, missing: ModelNotFound) -> "GGUFFile":
@@ -183,13 +183,16 @@ def _draft_file(named: str, target: Path, card: Card | None) -> Generator[Path |
         yield path
 
 
-def describe(file: "GGUFFile") -> dict[str, Any]:
-    """Return all facts about a file for JSON; `model` is null for architectures that are not supported."""
+def describe(file: "GGUFFile", source: str) -> dict[str, Any]:
+    """Return all facts about a file for JSON; `model` is null for architectures that are not supported.
+
+    source: its path, or where it is.
+    """
     from bough.models.pooling import VectorSpec
     from bough.models.spec import ModelSpec
 
     facts: dict[str, Any] = {
-        "path": str(file.path),
+        "path": source,
         "size_bytes": file.size_bytes,
         "architecture": file.architecture,
         "name": file.get("general.name", str, "") or file.path.stem,
@@ -210,10 +213,11 @@ def describe(file: "GGUFFile") -> dict[str, Any]:
         facts["memory"] = _memory(file, spec)
     except ModelFileError as error:
         facts["problems"].append(with_flags(error.message))
+    facts["text"] = None
     try:
-        facts["text"] = _text(file)
+        if file.metadata.get(FROM_CARD) is None:
+            facts["text"] = _text(file)
     except ModelFileError as error:
-        facts["text"] = None
         facts["problems"].append(with_flags(error.message))
     facts["supported"] = not facts["problems"]
     return facts

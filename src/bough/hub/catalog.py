@@ -19,6 +19,7 @@ FOLDER = Path(__file__).with_name("cards")
 PACKAGE = Path(__file__).parents[1]
 MODES = ("thinking", "plain")
 EMBEDDED = "bough-40m"  # the card of the pair inside the package
+FROM_CARD = "bough.from_card"  # in the metadata of a file that is made of a card's shape
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,11 @@ from bough.models.spec import ModelSpec
 KVFormats = tuple[KVFormat, KVFormat]  # of K and of V
 
 TRITON_ON_WINDOWS = "pip install triton-windows, or run in WSL2"
+CUDA_TORCH = (
+    "pip install torch --index-url https://download.pytorch.org/whl/cu130 (cu126 for drivers before 580)"
+)
+# One of these is there where an NVIDIA driver is: on Linux, in WSL2, on Windows.
+_DRIVERS = ("/proc/driver/nvidia/version", "/usr/lib/wsl/lib/libcuda.so.1", "C:/Windows/System32/nvcuda.dll")
 # Bytes that a process uses on a GPU outside torch's allocator. Where there is a GPU, the context is measured.
 CUDA_CONTEXT = 512 << 20
 # Bytes of a GPU that stay free for what other programs take later: a desktop's windows, a browser. On Windows
@@ -40,6 +45,27 @@ def pick_device(name: str) -> torch.device:
         if (device.index or 0) >= count:
             raise ResourceError(f"`device` is {name!r}, {count} CUDA devices found", "bough doctor shows why")
     return device
+
+
+def has_driver() -> bool:
+    """Return whether an NVIDIA driver is installed."""
+    return any(Path(path).exists() for path in _DRIVERS)
+
+
+def unused_gpu() -> str | None:
+    """Return why an NVIDIA card that is here is not used, in a sentence; None: there is none, or it is."""
+    if torch.cuda.is_available() or not has_driver():
+        return None
+    if torch.version.cuda is not None or torch.version.hip is not None:
+        return (
+            "an NVIDIA driver is here, but PyTorch finds no GPU, so the CPU computes: bough doctor says why"
+        )
+    return f"an NVIDIA driver is here, but this PyTorch has no CUDA, so the CPU computes: {cuda_torch()}"
+
+
+def cuda_torch() -> str:
+    """Return how to install what a GPU needs."""
+    return CUDA_TORCH + (", then pip install triton-windows" if platform.system() == "Windows" else "")
 
 
 def triton_version() -> str | None:

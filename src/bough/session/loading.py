@@ -28,6 +28,7 @@ from bough.memory.device import (
     device_name,
     limit_allocator,
     pick_device,
+    unused_gpu,
 )
 from bough.memory.estimate import compute_dtype, draft_quant, uses_mtp
 from bough.memory.planner import MemoryPlan, plan_memory
@@ -100,6 +101,8 @@ def _loaded(
     phases = Phases()
     device = pick_device(config.device)
     check_triton(device)
+    if config.device == "auto" and (reason := unused_gpu()) is not None:
+        log.warning("%s", reason)
     _check_speculation(config)
     _check_prefill(config, device)
     with GGUFFile.open(path) as file:

@@ -14,6 +14,7 @@ from bough.kernels.check.first_start import Verdict, decide
 from bough.kernels.check.shapes import Shapes
 from bough.kernels.quant_matmul import has_layout
 from bough.kernels.runtime import backends
+from bough.kernels.runtime import device as cards
 from bough.memory.estimate import draft_quant
 from bough.memory.planner import MemoryPlan
 from bough.models.dflash import open_draft
@@ -75,6 +76,8 @@ class SelfCheck:
 
     def begin(self, path: Path) -> None:
         """Take the verdict of an earlier start, before a kernel is chosen."""
+        if not cards.usable(self._device):
+            backends.leave_out_cuda()
         self._verdict = Verdict.load(path)
         self._verdict.apply()
 
