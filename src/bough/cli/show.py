@@ -19,7 +19,7 @@ from bough.cli.options import MODEL_HELP, Draft, MaxContext, Parallel, VramLimit
 from bough.config import DraftConfig, EngineConfig, SpecConfig, environment
 from bough.errors import BoughError, DownloadFailed, ModelFileError, ModelNotFound, ResourceError, UsageError
 from bough.gguf.types import NATIVE_TYPES
-from bough.hub.catalog import EMBEDDED, FROM_CARD, MODES, Card, Sampling
+from bough.hub.catalog import EMBEDDED, FROM_CARD, MODES, ModelCard, Sampling
 from bough.hub.download import fetch_heads, gguf_files
 from bough.hub.drafts import draft_head
 from bough.hub.recommended import recommended
@@ -143,7 +143,7 @@ def _from_card(meant: Meaning, folder: Path, problem: BoughError) -> "GGUFFile":
 
 
 def _fit(
-    file: "GGUFFile", facts: dict[str, Any], card: Card | None, config: EngineConfig, draft: str | None
+    file: "GGUFFile", facts: dict[str, Any], card: ModelCard | None, config: EngineConfig, draft: str | None
 ) -> dict[str, Any]:
     from bough.models.spec import ModelSpec
 
@@ -161,7 +161,7 @@ def _fit(
 
 
 @contextlib.contextmanager
-def _draft_file(named: str, target: Path, card: Card | None) -> Generator[Path | None]:
+def _draft_file(named: str, target: Path, card: ModelCard | None) -> Generator[Path | None]:
     """Yield the draft that would be used; of one that is listed and not here, its shapes alone."""
     if named not in (AUTO, NONE, MTP, LOOKUP):
         yield resolve_draft(named, offline=True)
@@ -223,7 +223,7 @@ def describe(file: "GGUFFile", source: str) -> dict[str, Any]:
     return facts
 
 
-def _card(card: Card | None, metadata: Mapping[str, Any]) -> dict[str, Any]:
+def _card(card: ModelCard | None, metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return the card's name and what is recommended, by the card or without one."""
     advice = recommended(card, metadata)
     sampling = {mode: asdict(getattr(advice, mode)) for mode in MODES}
@@ -239,7 +239,7 @@ def _card(card: Card | None, metadata: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _draft(target: Path, card: Card | None) -> dict[str, Any] | None:
+def _draft(target: Path, card: ModelCard | None) -> dict[str, Any] | None:
     """Return the draft that would be used, or is listed and not here."""
     path = draft_at_hand(target, card)
     if path is None and (card is None or card.draft is None):
