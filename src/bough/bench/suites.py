@@ -80,8 +80,8 @@ def load(
     if suite == "mbpp":
         # The test split: earlier items are few-shot examples, later ones training data.
         items = [item for item in items if 11 <= int(item["task_id"]) <= 510]
-    chosen = _spread(range(len(items)), count or 10)
-    return [prompt for index in chosen for prompt in make(suite, index, items[index])]
+    indices = _spread(range(len(items)), count or 10)
+    return [prompt for index in indices for prompt in make(suite, index, items[index])]
 
 
 def _spread(indices: Sequence[int], count: int) -> list[int]:

@@ -164,9 +164,7 @@ def describe(session: "Session", path: Path, screen: view.Screen) -> None:
         screen.notice(note[0].upper() + note[1:])
     approximate = session.engine.approximate
     if approximate:
-        on_cpu = session.engine.target.device.type == "cpu" and not session.engine.states.approximate
-        page = "docs/cpu.md" if on_cpu else "docs/long-context.md"
-        screen.notice(f"Approximate: {', '.join(approximate)}. {page} has the cost.")
+        screen.notice(f"Approximate: {', '.join(approximate)}. docs/long-context.md has the cost.")
     if session.compresses:
         screen.note("Long prompts are compressed, approximately: docs/compression.md says what is lost.")
     if approximate or session.engine.target.device.type == "cuda":

@@ -57,9 +57,9 @@ def pull(
     if draft_only:
         card = card or catalog.of_repo(repo.repo)
     else:
-        wanted = RepoName(repo.repo, quant) if quant else meant.fetched
+        repo_name = RepoName(repo.repo, quant) if quant else meant.fetched
         try:
-            path = _target(wanted or repo, screen)
+            path = _target(repo_name or repo, screen)
         except DownloadFailed:
             raise
         except ModelNotFound as error:

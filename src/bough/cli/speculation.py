@@ -131,8 +131,8 @@ def _is_plain(options: SpeculationOptions) -> bool:
 
 
 def _tree_flags(options: SpeculationOptions) -> list[str]:
-    given = {"--chain": options.chain, "--budget": options.budget is not None}
-    return [flag for flag, is_given in given.items() if is_given]
+    flags = {"--chain": options.chain, "--budget": options.budget is not None}
+    return [flag for flag, is_given in flags.items() if is_given]
 
 
 def _draft_flags(options: SpeculationOptions) -> list[str]:

@@ -11,7 +11,7 @@ from bough.convert.families import ModelSizes, metadata, read_sizes
 from bough.convert.mixes import tensor_type
 from bough.convert.rules import tensor_rules
 from bough.gguf.writer import GGUFWriter
-from bough.hub.catalog import Card, Shape
+from bough.hub.catalog import FROM_CARD, Card, Shape
 from bough.models.draft_spec import default_taps
 
 MIX = "q4_k_m"
@@ -29,7 +29,7 @@ def write_target(card: Card, shape: Shape, path: Path) -> Path:
     entries: list[Entry] = [
         *heading(card.title, MIX),
         *metadata(sizes),
-        ("tokenizer.ggml.model", "no_vocab", None),
+        (FROM_CARD, card.name, None),
         (f"{sizes.family.architecture}.vocab_size", sizes.vocabulary, None),
     ]
     with GGUFWriter(path, sizes.family.architecture) as writer:

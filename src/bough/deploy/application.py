@@ -79,15 +79,15 @@ class Ingress:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
         self._settings = settings
         self._metrics = ReplicaMetrics()
-        made = worker(lambda: handle, settings, record(self._metrics))
-        self._models = Models([served(settings, made)], settings.server, lambda _load: made)
+        replicas = worker(lambda: handle, settings, record(self._metrics))
+        self._models = Models([served(settings, replicas)], settings.server, lambda _load: replicas)
         self._models.start()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return create_app(self._models, self._settings.server, metrics=self._metrics)
 
 
-def served(settings: Settings, made: ReplicaWorker) -> ServedModel:
+def served(settings: Settings, replicas: ReplicaWorker) -> ServedModel:
     """Return the model for the server; replicas load it."""
 
     def load(_progress: object) -> TextSession:
@@ -96,7 +96,7 @@ def served(settings: Settings, made: ReplicaWorker) -> ServedModel:
     path = settings.path
     aliases = frozenset((path.name, path.stem))
     size = path.stat().st_size
-    return ServedModel(settings.model_name, load, lambda _reader: made.facts(), aliases, size, path)
+    return ServedModel(settings.model_name, load, lambda _reader: replicas.facts(), aliases, size, path)
 
 
 def worker(

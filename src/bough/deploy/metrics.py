@@ -14,10 +14,10 @@ class ReplicaMetrics(Metrics):
     """Counts what all replicas did, those that ended included, and adds each replica's own metrics."""
 
     def page(self, services: Sequence[Service]) -> bytes:
-        own = CollectorRegistry()
+        registry = CollectorRegistry()
         workers = [each.worker for each in services if isinstance(each.worker, ReplicaWorker)]
-        own.register(_OfEach([report for worker in workers for report in worker.reports]))
-        return super().page(services) + generate_latest(own)
+        registry.register(_OfEach([report for worker in workers for report in worker.reports]))
+        return super().page(services) + generate_latest(registry)
 
 
 class _OfEach:
@@ -27,15 +27,15 @@ class _OfEach:
         self._reports = reports
 
     def collect(self) -> Iterator[Metric]:
-        found: dict[str, Metric] = {}
+        metrics: dict[str, Metric] = {}
         for report in self._reports:
             for family in report.metrics:
                 name = _renamed(family.name)
-                metric = found.setdefault(name, Metric(name, family.documentation, family.type))
-                for each in family.samples:
-                    labels = {**each.labels, "replica": report.replica}
-                    metric.add_sample(_renamed(each.name), labels, each.value, each.timestamp)
-        yield from found.values()
+                metric = metrics.setdefault(name, Metric(name, family.documentation, family.type))
+                for sample in family.samples:
+                    labels = {**sample.labels, "replica": report.replica}
+                    metric.add_sample(_renamed(sample.name), labels, sample.value, sample.timestamp)
+        yield from metrics.values()
 
 
 def _renamed(name: str) -> str:

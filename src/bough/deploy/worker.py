@@ -164,13 +164,13 @@ class ReplicaWorker:
         """Ask every replica for its state."""
         if self._handle is None or self._reader is None:
             return
-        found: list[Any] = []
+        reports: list[Any] = []
         # One that does not answer in time may be busy: the last reports stay.
         with contextlib.suppress(TimeoutError):
             with contextlib.suppress(RayServeException):
                 response = self._handle.broadcast("report")
-                found = await response.results_async(timeout_s=REPORT_S, return_exceptions=True)
-            self.reports = _reports(found)
+                reports = await response.results_async(timeout_s=REPORT_S, return_exceptions=True)
+            self.reports = _reports(reports)
 
     def _start(self) -> None:
         try:
@@ -310,9 +310,9 @@ def _order(job: Job) -> Order:
     return Order(requests, job.label, Hint.of(first.affinity, ids))
 
 
-def _reports(found: Sequence[Any]) -> list[Report]:
+def _reports(answers: Sequence[Any]) -> list[Report]:
     """Return the reports, without the errors of replicas that are about to end."""
-    return [each for each in found if isinstance(each, Report)]
+    return [each for each in answers if isinstance(each, Report)]
 
 
 def _first_line(error: Exception) -> str:

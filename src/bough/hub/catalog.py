@@ -19,6 +19,7 @@ FOLDER = Path(__file__).with_name("cards")
 PACKAGE = Path(__file__).parents[1]
 MODES = ("thinking", "plain")
 EMBEDDED = "bough-40m"  # the card of the pair inside the package
+FROM_CARD = "bough.from_card"  # in the metadata of a file that is made of a card's shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,14 +144,14 @@ def _words(name: str) -> list[str]:
 
 @functools.cache
 def _load(folder: Path) -> tuple[Card, ...]:
-    found = [_read(path) for path in sorted(folder.glob("*.toml"))]
+    cards = [_read(path) for path in sorted(folder.glob("*.toml"))]
     seen: set[str] = set()
-    for card in found:
+    for card in cards:
         for name in (card.name, *card.aliases):
             if name in seen:
                 raise ModelFileError(f"{folder}: two cards have the name {name!r}")
             seen.add(name)
-    return tuple(sorted(found, key=lambda card: card.name))
+    return tuple(sorted(cards, key=lambda card: card.name))
 
 
 def _read(path: Path) -> Card:
@@ -181,9 +182,9 @@ def _read(path: Path) -> Card:
         shape=_shape(table.table("shape")) if table.has("shape") else None,
         sampling={} if sampling is None else {mode: _sampling(sampling.table(mode)) for mode in MODES},
     )
-    for each in (table, match, settings, sampling, pair):
-        if each is not None:
-            each.finish()
+    for part in (table, match, settings, sampling, pair):
+        if part is not None:
+            part.finish()
     return card
 
 
@@ -233,8 +234,8 @@ class _Table:
     def take(self, key: str, kind: type, default: Any = None) -> Any:
         value = self._values.pop(key, default)
         if type(value) is not kind or (kind is list and any(type(each) is not str for each in value)):
-            wanted = "a list of strings" if kind is list else f"a value of type {kind.__name__}"
-            raise ModelFileError(f"{self._source}: {key} is {value!r}, needed {wanted}")
+            expected = "a list of strings" if kind is list else f"a value of type {kind.__name__}"
+            raise ModelFileError(f"{self._source}: {key} is {value!r}, needed {expected}")
         return value
 
     def numbers(self, key: str, count: int) -> Any:

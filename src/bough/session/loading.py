@@ -28,6 +28,7 @@ from bough.memory.device import (
     device_name,
     limit_allocator,
     pick_device,
+    unused_gpu,
 )
 from bough.memory.estimate import compute_dtype, draft_quant, uses_mtp
 from bough.memory.planner import MemoryPlan, plan_memory
@@ -100,6 +101,8 @@ def _loaded(
     phases = Phases()
     device = pick_device(config.device)
     check_triton(device)
+    if config.device == "auto" and (reason := unused_gpu()) is not None:
+        log.warning("%s", reason)
     _check_speculation(config)
     _check_prefill(config, device)
     with GGUFFile.open(path) as file:
@@ -177,7 +180,7 @@ def _check_prefill(config: EngineConfig, device: torch.device) -> None:
     if device.type == "cpu":
         raise UsageError(
             "`prefill` is int8, which a GPU computes, but the model runs on a CPU",
-            "leave it exact; `cpu_activations` has an int8 of its own",
+            "leave it exact",
             param="prefill",
         )
     capability = capability_of(device) or (8, 0)

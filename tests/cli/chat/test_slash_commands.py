@@ -11,10 +11,11 @@ import pytest
 
 from bough.cli import view
 from bough.cli.chat import slash_commands
-from bough.cli.chat.backend import Event, ReasoningDelta, ReplyEnd, TextDelta
+from bough.cli.chat.backend import Event, ReplyEnd
 from bough.cli.chat.conversation import Conversation, Message, Settings
 from bough.cli.chat.loop import Chat, _as_ours
 from bough.errors import BoughError, PromptTooLong, UsageError
+from bough.session.events import Reasoning, Text
 
 
 class Parrot:
@@ -44,11 +45,11 @@ class Parrot:
         cancelled: Callable[[], bool],
     ) -> Generator[Event]:
         self.asked.append(([*messages], settings, seed))
-        yield ReasoningDelta("hmm")
+        yield Reasoning("hmm")
         if self.failure is not None and "late" not in str(self.failure):
             raise self.failure
         greedy = settings.values.get("temperature") == 0
-        yield TextDelta(f"{messages[-1]['content']}{'' if greedy else f' {seed}'}")
+        yield Text(f"{messages[-1]['content']}{'' if greedy else f' {seed}'}")
         if self.failure is not None:
             raise self.failure
         yield ReplyEnd(

@@ -8,28 +8,10 @@ from bough.cli import report
 from bough.cli.chat.conversation import OPTIONS, Settings
 from bough.cli.loading import summary
 from bough.errors import UsageError
+from bough.session.events import Finished, Progress, Reasoning, Text
 
 if TYPE_CHECKING:
-    from bough.session.requests import Finished
     from bough.session.session import Session
-
-
-@dataclass(frozen=True, slots=True)
-class PromptProgress:
-    """Tokens of the prompt that have been prefilled."""
-
-    done: int
-    total: int
-
-
-@dataclass(frozen=True, slots=True)
-class ReasoningDelta:
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class TextDelta:
-    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +22,7 @@ class ReplyEnd:
     notes: Sequence[str] = field(default_factory=tuple)
 
 
-Event = PromptProgress | ReasoningDelta | TextDelta | ReplyEnd
+Event = Progress | Reasoning | Text | ReplyEnd
 
 
 class Backend(Protocol):
@@ -118,7 +100,7 @@ class LocalBackend:
         seed: int,
         cancelled: Callable[[], bool],
     ) -> Generator[Event]:
-        from bough.session.requests import Finished, Progress, Reasoning, Text, TextRequest
+        from bough.session.requests import TextRequest
 
         values = {name: value for name, value in settings.values.items() if name != "max_tokens"}
         limit = settings.values.get("max_tokens")
@@ -135,18 +117,13 @@ class LocalBackend:
             cancelled=cancelled,
         )
         for event in self._session.generate(request):
-            match event:
-                case Progress():
-                    yield PromptProgress(event.done, event.total)
-                case Reasoning():
-                    yield ReasoningDelta(event.text)
-                case Text():
-                    yield TextDelta(event.text)
-                case Finished():
-                    plain = not self._speculating or settings.draft_budget == 0
-                    yield self._ended(event, plain=plain, sampled=sampling.temperature > 0)
+            if isinstance(event, Finished):
+                plain = not self._speculating or settings.draft_budget == 0
+                yield self._ended(event, plain=plain, sampled=sampling.temperature > 0)
+            elif isinstance(event, Progress | Reasoning | Text):
+                yield event
 
-    def _ended(self, finished: "Finished", *, plain: bool, sampled: bool) -> ReplyEnd:
+    def _ended(self, finished: Finished, *, plain: bool, sampled: bool) -> ReplyEnd:
         interrupted = finished.reason == "cancelled"
         line = report.line(finished, plain=plain, sampled=sampled, interrupted=interrupted)
         details = {"model": self.name, "finish_reason": finished.reason} | report.statistics(finished.stats)

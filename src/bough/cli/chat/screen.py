@@ -34,18 +34,12 @@ BEGIN, END = "\x1b[?2026h", "\x1b[?2026l"
 UNWRAPPED, WRAPPED = "\x1b[?7l", "\x1b[?7h"
 
 
-class Reply(Protocol):
+class ChatReply(view.Reply, Protocol):
     """Shows one reply; entered before it begins."""
 
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *_: object) -> None: ...
-
-    def reading(self, done: int, total: int) -> None: ...
-
-    def thought(self, text: str) -> None: ...
-
-    def write(self, text: str) -> None: ...
 
 
 class Painter:
@@ -82,12 +76,12 @@ class Painter:
     def _moved(self, new: Sequence[str], columns: int) -> tuple[int, str]:
         """Return how many rows need no change, and the text that moves the cursor to the next one."""
         old, same = self._live, 0
-        kept = columns == self._columns
-        while kept and same < min(len(old), len(new)) and old[same] == new[same]:
+        unresized = columns == self._columns
+        while unresized and same < min(len(old), len(new)) and old[same] == new[same]:
             same += 1
         if same == len(old):
             return same, "\n" if old and same < len(new) else ""
-        if kept and same == len(old) - 1 and same < len(new) and new[same].startswith(old[same]):
+        if unresized and same == len(old) - 1 and same < len(new) and new[same].startswith(old[same]):
             added = _unwrapped(new[same][len(old[same]) :])
             return same + 1, added + ("\n" if same + 1 < len(new) else "")
         return same, self._up(same, columns) + "\r\x1b[J"
@@ -234,7 +228,7 @@ class PlainReply:
 
     def write(self, text: str) -> None:
         self._end_thought()
-        self._answer.write(text if self._answer.text else text.lstrip("\n"))
+        self._answer.write(text if self._answer.begun else text.lstrip("\n"))
 
     def _end_thought(self) -> None:
         if self._thought:
