@@ -253,7 +253,7 @@ def _read(stream: IO[bytes]) -> bytes | None:
     return content if len(content) == length else None
 
 
-class _Tokens:
+class _ProcessTokens:
     """The vocabulary in the process; it splits text into bytes, which is enough to compile."""
 
     def __init__(self, tokens: list[bytes], controls: list[int], stops: frozenset[int], eos: int | None):
@@ -333,7 +333,7 @@ def main() -> None:
         vocabulary = _read(sys.stdin.buffer)
         if vocabulary is None:
             return
-        compiler = GrammarCompiler(_Tokens(*pickle.loads(vocabulary)))
+        compiler = GrammarCompiler(_ProcessTokens(*pickle.loads(vocabulary)))
         compiler.warm()
         _limit_memory()
         _write(back, b"{}")
