@@ -23,7 +23,7 @@ from bough.engine import sampler
 from bough.engine.stats import RequestStats
 from bough.errors import UsageError
 from bough.gguf.reader import GGUFFile
-from bough.hub.catalog import EMBEDDED, Card
+from bough.hub.catalog import EMBEDDED, ModelCard
 from bough.hub.drafts import fetch_draft
 from bough.hub.resolve import meaning, resolve, resolve_draft
 from bough.session.collected import GeneratedOutput
@@ -536,7 +536,7 @@ def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(cast(Sequence[Prompt], prompts))
 
 
-def find_model(model: str | Path | None, *, offline: bool) -> tuple[Path, Card | None, bool]:
+def find_model(model: str | Path | None, *, offline: bool) -> tuple[Path, ModelCard | None, bool]:
     """Return the model's file, its card, and whether it came from the hub by a name."""
     name = str(model) if model is not None else environment().target or EMBEDDED
     meant = meaning(name)
@@ -547,7 +547,7 @@ def find_model(model: str | Path | None, *, offline: bool) -> tuple[Path, Card |
 
 
 def find_draft(
-    target: Path, card: Card | None, draft: str | Path | None, *, fetch: bool
+    target: Path, card: ModelCard | None, draft: str | Path | None, *, fetch: bool
 ) -> tuple[SpecConfig | None, DraftConfig | None]:
     """Return how tokens are proposed, and the draft; fetch: one that is listed and not here."""
     name = NONE if draft is None else str(draft)

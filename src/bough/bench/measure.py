@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from bough.bench.suites import Prompt
+from bough.bench.suites import SuitePrompt
 from bough.engine.sampler import SamplingParams
 from bough.engine.stats import StepRecord
 from bough.session.collected import GeneratedOutput
@@ -18,14 +18,14 @@ RUN, TIMES = 12, 3  # an output loops once an n-gram of RUN tokens occurs TIMES 
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class BenchSettings:
     """Settings shared by all prompts of a run."""
 
     n_gen: int | None = None  # most tokens of an answer; None: SPEED, or SCORED where there is a score
     seed: int = 0
     thinking: bool | None = None
 
-    def limit(self, prompt: Prompt) -> int:
+    def limit(self, prompt: SuitePrompt) -> int:
         """Return the most tokens of a prompt's answer."""
         return self.n_gen or (SPEED if prompt.score is None else SCORED)
 
@@ -62,19 +62,29 @@ class Endpoint(Protocol):
         """Clear the prefix cache, if possible."""
 
     def generate(
-        self, prompt: Prompt, messages: Sequence[Mapping[str, Any]], *, budget: int | None, temperature: float
+        self,
+        prompt: SuitePrompt,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        budget: int | None,
+        temperature: float,
     ) -> Measurement: ...
 
 
 class LocalEndpoint:
-    def __init__(self, session: Session, settings: Settings, cancelled: Callable[[], bool]):
+    def __init__(self, session: Session, settings: BenchSettings, cancelled: Callable[[], bool]):
         self._session, self._settings, self._cancelled = session, settings, cancelled
 
     def clear_cache(self) -> None:
         self._session.engine.prefixes.clear()
 
     def generate(
-        self, prompt: Prompt, messages: Sequence[Mapping[str, Any]], *, budget: int | None, temperature: float
+        self,
+        prompt: SuitePrompt,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        budget: int | None,
+        temperature: float,
     ) -> Measurement:
         settings = self._settings
         request = TextRequest(

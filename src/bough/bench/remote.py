@@ -6,21 +6,26 @@ A Bough server also reports its step statistics and supports plain decoding per 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from bough.bench.measure import Measurement, Settings
-from bough.bench.suites import Prompt
+from bough.bench.measure import BenchSettings, Measurement
+from bough.bench.suites import SuitePrompt
 from bough.session.events import Text
 from bough.session.remote import OURS, RemoteEnd, RemoteSession
 
 
 class RemoteEndpoint:
-    def __init__(self, session: RemoteSession, settings: Settings, cancelled: Callable[[], bool]):
+    def __init__(self, session: RemoteSession, settings: BenchSettings, cancelled: Callable[[], bool]):
         self._session, self._settings, self._cancelled = session, settings, cancelled
 
     def clear_cache(self) -> None:
         """Do nothing: a server's prefix cache cannot be cleared; its cached tokens are reported."""
 
     def generate(
-        self, prompt: Prompt, messages: Sequence[Mapping[str, Any]], *, budget: int | None, temperature: float
+        self,
+        prompt: SuitePrompt,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        budget: int | None,
+        temperature: float,
     ) -> Measurement:
         settings, text, end = self._settings, "", RemoteEnd()
         body: dict[str, Any] = {

@@ -9,7 +9,7 @@ from typing import Any
 
 from bough.bench import scores
 from bough.bench.measure import Endpoint
-from bough.bench.suites import Prompt
+from bough.bench.suites import SuitePrompt
 from bough.errors import PromptTooLong, UsageError
 
 Result = dict[str, Any]
@@ -21,7 +21,7 @@ PLAIN = 0
 class BenchCase:
     """The prompts of one thread with one budget and temperature."""
 
-    prompts: tuple[Prompt, ...]
+    prompts: tuple[SuitePrompt, ...]
     budget: int | None  # PLAIN: plain decoding; None: the server's default
     temperature: float
 
@@ -31,7 +31,7 @@ class BenchCase:
 
 
 def cases(
-    prompts: Sequence[Prompt], budgets: Sequence[int | None], temperatures: Sequence[float]
+    prompts: Sequence[SuitePrompt], budgets: Sequence[int | None], temperatures: Sequence[float]
 ) -> list[BenchCase]:
     """Return the cases in order of measurement; the order of the budgets alternates between threads.
 

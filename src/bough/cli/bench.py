@@ -86,13 +86,13 @@ class MeasureOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class RemoteOptions:
+class BenchServerOptions:
     url: str | None = _server("Measure an OpenAI-compatible server; MODEL is its name there.", "URL")
     api_key: str | None = _server("Sent to the server; else BOUGH_API_KEY.", "KEY")
 
 
 @dataclass(frozen=True, slots=True)
-class OutputOptions:
+class BenchOutputOptions:
     lines: Path | None = _output(
         "Every prompt's result, as it is measured. Default: bench.jsonl in the cache folder.", "FILE"
     )
@@ -134,8 +134,8 @@ def bench(
     speculating: Annotated[SpeculationOptions, Only(("draft", "no_draft"))],
     cache: KVCacheOptions,
     engine: Annotated[EngineOptions, Only(("max_ctx", *HARDWARE))],
-    remote: RemoteOptions,
-    output: OutputOptions,
+    remote: BenchServerOptions,
+    output: BenchOutputOptions,
 ) -> None:
     """Measure plain and tree decoding in one process, on the same prompts.
 
@@ -206,10 +206,10 @@ def _prompts(suites: Sequence[str], options: MeasureOptions, grid: Grid, *, offl
 
 
 def _run(
-    suites: Sequence[str], options: MeasureOptions, config: EngineConfig, output: OutputOptions
+    suites: Sequence[str], options: MeasureOptions, config: EngineConfig, output: BenchOutputOptions
 ) -> BenchRun:
     from bough.bench import machine
-    from bough.bench.measure import Settings
+    from bough.bench.measure import BenchSettings
     from bough.bench.runner import ResultFile
 
     facts: dict[str, Any] = {
@@ -228,7 +228,7 @@ def _run(
         "max_ctx": config.max_ctx,
     }
     head = machine.head(facts, shlex.join(["bough", *sys.argv[1:]]))
-    settings = Settings(options.n_gen, options.seed, options.thinking)
+    settings = BenchSettings(options.n_gen, options.seed, options.thinking)
     return BenchRun(ResultFile(output.path), head, settings, resume=output.resume, quiet=output.quiet)
 
 
@@ -242,7 +242,7 @@ def _document(path: Path) -> dict[str, Any]:
 
 
 def _report(
-    run: BenchRun, output: OutputOptions, before: Mapping[str, Any] | None, screen: view.Screen
+    run: BenchRun, output: BenchOutputOptions, before: Mapping[str, Any] | None, screen: view.Screen
 ) -> None:
     """Show the results, what changed since an earlier run, and write the files that were asked for."""
     from bough.bench import report
@@ -295,7 +295,9 @@ def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
     view.plain(f"{len(changes) - len(real)} of {len(changes)} figures did not change beyond noise.")
 
 
-def _write(head: "Result", results: "Sequence[Result]", output: OutputOptions, screen: view.Screen) -> None:
+def _write(
+    head: "Result", results: "Sequence[Result]", output: BenchOutputOptions, screen: view.Screen
+) -> None:
     from bough.bench import plots, report
 
     pictures: dict[str, str] = {}

@@ -18,9 +18,9 @@ from bough.config import EngineConfig
 from bough.errors import UsageError
 
 if TYPE_CHECKING:
-    from bough.bench.measure import Endpoint, Settings
+    from bough.bench.measure import BenchSettings, Endpoint
     from bough.bench.runner import BenchCase, Key, Result, ResultFile
-    from bough.bench.suites import Prompt
+    from bough.bench.suites import SuitePrompt
     from bough.session.session import Session
 
 SWEEP = "sweep"
@@ -99,7 +99,7 @@ class BenchRun:
     """Measures prompts; results go into `found` and, one by one, into the file. Ctrl-C ends it."""
 
     def __init__(
-        self, file: "ResultFile", head: "Result", settings: "Settings", *, resume: bool, quiet: bool
+        self, file: "ResultFile", head: "Result", settings: "BenchSettings", *, resume: bool, quiet: bool
     ):
         self.head, self.settings = head, settings
         self.found: dict[Key, Result] = {}
@@ -116,7 +116,9 @@ class BenchRun:
         return self._interrupt
 
     def measure(
-        self, plan: "Sequence[tuple[Sequence[Prompt], Variants]]", make: "Callable[[Settings], Endpoint]"
+        self,
+        plan: "Sequence[tuple[Sequence[SuitePrompt], Variants]]",
+        make: "Callable[[BenchSettings], Endpoint]",
     ) -> None:
         """Measure each suite's prompts in its variants; results in the file are taken over with --resume."""
         from bough.bench import runner
@@ -149,16 +151,16 @@ class BenchRun:
 
 
 def _warm_up(endpoint: "Endpoint", cases: "Sequence[BenchCase]") -> None:
-    from bough.bench.suites import Prompt
+    from bough.bench.suites import SuitePrompt
 
     for budget in dict.fromkeys(case.budget for case in cases):
-        endpoint.generate(Prompt("", "", WARM_UP), WARM_UP, budget=budget, temperature=0.0)
+        endpoint.generate(SuitePrompt("", "", WARM_UP), WARM_UP, budget=budget, temperature=0.0)
     endpoint.clear_cache()
 
 
 def measure_server(
     run: BenchRun,
-    loaded: "Mapping[str, Sequence[Prompt]]",
+    loaded: "Mapping[str, Sequence[SuitePrompt]]",
     grid: Grid,
     url: str,
     *,
@@ -187,7 +189,7 @@ def _speed(run: BenchRun, session: "Session", screen: view.Screen) -> dict[str, 
 
 def measure_local(
     run: BenchRun,
-    loaded: "Mapping[str, Sequence[Prompt]]",
+    loaded: "Mapping[str, Sequence[SuitePrompt]]",
     grid: Grid,
     target: Chosen,
     config: EngineConfig,

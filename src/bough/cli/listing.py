@@ -10,7 +10,7 @@ import typer
 from bough.bench.cards import about_tok_s
 from bough.cli import view
 from bough.cli.completion import pulled_names
-from bough.cli.inventory import Inventory, Target, inventory
+from bough.cli.inventory import CachedTarget, Inventory, inventory
 from bough.errors import UsageError
 from bough.hub import catalog
 from bough.hub.cache import Cached
@@ -144,13 +144,13 @@ def _built_in() -> list[dict[str, Any]]:
     ]
 
 
-def _about(card: catalog.Card) -> int:
+def _about(card: catalog.ModelCard) -> int:
     """Return about how many bytes the target of a card takes, by the parameters in its name."""
     match = re.search(r"([0-9.]+)b\b", card.name)
     return int(float(match[1]) * 1e9 * BYTES_PER_WEIGHT) if match else 0
 
 
-def _model(target: Target, models: Inventory) -> dict[str, Any]:
+def _model(target: CachedTarget, models: Inventory) -> dict[str, Any]:
     card, draft = target.card, None
     if card is not None and card.draft is not None:
         draft = {"repo": card.draft.repo, "present": models.draft_of(card) is not None}

@@ -9,7 +9,7 @@ from bough.cli import view
 from bough.cli.inventory import inventory
 from bough.errors import ModelNotFound, UsageError
 from bough.hub.cache import Cached, of_repo, removal, unfinished
-from bough.hub.catalog import Card
+from bough.hub.catalog import ModelCard
 from bough.hub.names import GGUFSet, RepoName, choose
 from bough.hub.resolve import Meaning, meaning
 
@@ -81,7 +81,7 @@ def _choose(targets: list[Cached], meant: Meaning) -> list[Cached]:
     return [by_files[choose(sets, repo).files]]
 
 
-def _with_draft(files: list[Cached], card: Card, draft: RepoName) -> tuple[list[Cached], list[str]]:
+def _with_draft(files: list[Cached], card: ModelCard, draft: RepoName) -> tuple[list[Cached], list[str]]:
     drafts = [each for each in of_repo(draft.repo) if not each.quant]
     if not drafts:
         return files, []

@@ -37,7 +37,7 @@ from bough.session.collected import GeneratedOutput
 from bough.session.events import Finished
 
 if TYPE_CHECKING:
-    from bough.cli.chat.conversation import Conversation, Settings
+    from bough.cli.chat.conversation import ChatSettings, Conversation
     from bough.session.session import Session, TextRequest
 
 BEGINNING = 64 << 10  # bytes of a file, by which a text is told from other files
@@ -207,14 +207,14 @@ def _on_terminal() -> bool:
     return all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout))
 
 
-def _beginning(prompt: PromptOptions, sampling: SamplingOptions) -> "tuple[Conversation, Settings]":
+def _beginning(prompt: PromptOptions, sampling: SamplingOptions) -> "tuple[Conversation, ChatSettings]":
     """Return an empty conversation with the settings of the command line."""
-    from bough.cli.chat.conversation import Conversation, Settings
+    from bough.cli.chat.conversation import ChatSettings, Conversation
 
     values = sampling.given()
     if values.pop("logit_bias", None) is not None:
         raise UsageError("--logit-bias needs a prompt: a chat has no such setting")
-    settings = Settings(values, sampling.stops, prompt.think)
+    settings = ChatSettings(values, sampling.stops, prompt.think)
     if sampling.limit is not None:
         settings.values["max_tokens"] = sampling.limit
     return Conversation(prompt.system), settings
@@ -300,7 +300,7 @@ def _generate(
     """Stream the answer; it has no end where it had to be stopped by force."""
     output = GeneratedOutput()
     with screen.reading("Reading the prompt") as bar:
-        answer = view.Answer(shown=shown, bar=bar)
+        answer = view.ShownAnswer(shown=shown, bar=bar)
         with contextlib.suppress(KeyboardInterrupt):
             for event in session.generate(request):
                 output.add(event)

@@ -200,7 +200,7 @@ def show(event: object, reply: Reply) -> None:
             reply.write(text)
 
 
-class Answer:
+class ShownAnswer:
     """Text that is streamed to standard output.
 
     Reasoning is shown, dimmed, on a terminal only: what is piped is the answer alone.
@@ -335,7 +335,7 @@ class DownloadBar(Bar):
             self._screen.notice(text)
 
 
-class _Tokens(ProgressColumn):
+class _TokenCount(ProgressColumn):
     def render(self, task: Task) -> Text:
         if task.total is None:
             return Text()
@@ -394,7 +394,7 @@ class Screen:
         return Bar(label, [_bar(), _Bytes(table_column=Column(no_wrap=True))], shown=self._progress)
 
     def reading(self, label: str) -> Bar:
-        return Bar(label, [_bar(), _Tokens()], shown=self._progress)
+        return Bar(label, [_bar(), _TokenCount()], shown=self._progress)
 
     def converting(self, label: str) -> Bar:
         return Bar(label, [_bar(), _Tensors()], shown=self._progress)

@@ -24,7 +24,7 @@ from bough.compress.conversation import (
     with_note,
     with_texts,
 )
-from bough.compress.history import Document, History, Turn
+from bough.compress.history import CompressedTurn, Document, History
 from bough.compress.scorer import Query, Scorer, ScoringFailed, never, scaled
 from bough.compress.selection import Passage, choose, gap_line, kept_text, price_of
 from bough.compress.units import Unit, split_units
@@ -100,7 +100,9 @@ class Compressor:
             read = earlier.sent if earlier is not None else 0
             if sent - read <= settings.above:
                 # Nothing is to be won: short, or its beginning is in the prefix cache.
-                self._history.store(messages, settings, Turn(len(messages), sent, sent, settings.asked()))
+                self._history.store(
+                    messages, settings, CompressedTurn(len(messages), sent, sent, settings.asked())
+                )
                 return None
         turn = self._turn(messages, settings, measure, sent, earlier)
         read_as = _apply(messages, turn)
@@ -117,12 +119,16 @@ class Compressor:
         settings: Wanted,
         measure: Measure,
         sent: int,
-        earlier: Turn | None,
-    ) -> Turn:
+        earlier: CompressedTurn | None,
+    ) -> CompressedTurn:
         if earlier is not None and earlier.messages == len(messages):
             return earlier
         turn = replace(
-            earlier or Turn(0, 0, 0), messages=len(messages), sent=sent, asked=settings.asked(), reason=""
+            earlier or CompressedTurn(0, 0, 0),
+            messages=len(messages),
+            sent=sent,
+            asked=settings.asked(),
+            reason="",
         )
         before = earlier.sent if earlier is not None else 0
         try:
@@ -137,8 +143,14 @@ class Compressor:
         return turn
 
     def _shorten(
-        self, messages: Sequence[Message], settings: Wanted, measure: Measure, turn: Turn, *, since: int
-    ) -> Turn:
+        self,
+        messages: Sequence[Message],
+        settings: Wanted,
+        measure: Measure,
+        turn: CompressedTurn,
+        *,
+        since: int,
+    ) -> CompressedTurn:
         """Shorten the long texts among the messages from `since` on; raise _Exact if that cannot be."""
         if settings.exact:
             raise _Exact(settings.exact)
@@ -183,7 +195,9 @@ class Compressor:
             room = min(room, taken) - excess
         raise _Exact(f"the budget of {budget} tokens is too small")
 
-    def _add(self, messages: Sequence[Message], settings: Wanted, turn: Turn, earlier: Turn) -> Turn:
+    def _add(
+        self, messages: Sequence[Message], settings: Wanted, turn: CompressedTurn, earlier: CompressedTurn
+    ) -> CompressedTurn:
         """Add what a later question needs of the texts that were shortened before, in front of it."""
         last = len(messages) - 1
         shortened = {place: document for place, document in earlier.documents.items() if not document.whole}
@@ -258,7 +272,7 @@ class Compressor:
         return self._count([f"\n{line}\n"])[0]
 
 
-def _apply(messages: Sequence[Message], turn: Turn) -> Sequence[Message]:
+def _apply(messages: Sequence[Message], turn: CompressedTurn) -> Sequence[Message]:
     """Return the messages as this turn reads them."""
     texts = {
         place: kept_text(each.passage, each.kept) for place, each in turn.documents.items() if not each.whole

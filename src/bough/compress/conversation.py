@@ -61,7 +61,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Body:
+class TextBody:
     """One text of a message."""
 
     place: Place
@@ -73,23 +73,23 @@ class Body:
         return self.place[0]
 
 
-def bodies(messages: Sequence[Message]) -> list[Body]:
+def bodies(messages: Sequence[Message]) -> list[TextBody]:
     """Return the texts of all messages."""
     return [body for index, message in enumerate(messages) for body in _bodies(index, message)]
 
 
-def _bodies(index: int, message: Message) -> Iterator[Body]:
+def _bodies(index: int, message: Message) -> Iterator[TextBody]:
     role = ROLES.get(str(message.get("role")), "")
     content = message.get("content")
     if isinstance(content, str):
-        yield Body((index, None), role, content)
+        yield TextBody((index, None), role, content)
     for at, part in enumerate(content if isinstance(content, list | tuple) else ()):
         if isinstance(part, str):
-            yield Body((index, at), role, part)
+            yield TextBody((index, at), role, part)
         elif (
             isinstance(part, Mapping) and part.get("type") in TEXT_PARTS and isinstance(part.get("text"), str)
         ):
-            yield Body((index, at), role, part["text"])
+            yield TextBody((index, at), role, part["text"])
 
 
 def with_texts(messages: Sequence[Message], texts: Mapping[Place, str]) -> list[Message]:
@@ -111,7 +111,7 @@ def with_note(messages: Sequence[Message], index: int, note: str) -> list[Messag
     return with_texts(messages, {first.place: f"{note}\n\n{first.text}"})
 
 
-def candidates(messages: Sequence[Message], settings: Wanted, *, since: int = 0) -> list[Body]:
+def candidates(messages: Sequence[Message], settings: Wanted, *, since: int = 0) -> list[TextBody]:
     """Return the texts that may be shortened, of the messages from `since` on.
 
     Documents in user messages and results of tools. Of the last two messages, and of the last user message,
@@ -146,7 +146,7 @@ def edged(messages: Sequence[Message]) -> int | None:
     return None if any(len(text) < MIN_TOKENS * CHARACTERS for text in texts) else last
 
 
-def queries(messages: Sequence[Message], settings: Wanted, shortened: Sequence[Body]) -> list[Query]:
+def queries(messages: Sequence[Message], settings: Wanted, shortened: Sequence[TextBody]) -> list[Query]:
     """Return what is asked: the request's own query, or the last user message and the last answer."""
     if settings.query.strip():
         return [Query(settings.query)]
@@ -194,5 +194,5 @@ def needs_whole(asked: Sequence[Query]) -> str:
     return ""
 
 
-def _last_user(texts: Sequence[Body]) -> int:
+def _last_user(texts: Sequence[TextBody]) -> int:
     return max((body.message for body in texts if body.role == "user"), default=-1)

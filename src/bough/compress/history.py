@@ -42,7 +42,7 @@ class Document:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class CompressedTurn:
     """How a request was read."""
 
     messages: int
@@ -58,10 +58,10 @@ class History:
     """Turns by their messages: a later request that begins with the same ones is their continuation."""
 
     def __init__(self, limit: int = TURNS):
-        self._turns: OrderedDict[bytes, Turn] = OrderedDict()
+        self._turns: OrderedDict[bytes, CompressedTurn] = OrderedDict()
         self._limit = limit
 
-    def find(self, messages: Sequence[Message], settings: Wanted) -> Turn | None:
+    def find(self, messages: Sequence[Message], settings: Wanted) -> CompressedTurn | None:
         """Return the longest turn that these messages begin with."""
         keys = _keys(messages, settings)
         for count in range(len(messages), 0, -1):
@@ -71,7 +71,7 @@ class History:
                 return turn
         return None
 
-    def store(self, messages: Sequence[Message], settings: Wanted, turn: Turn) -> None:
+    def store(self, messages: Sequence[Message], settings: Wanted, turn: CompressedTurn) -> None:
         self._turns[_keys(messages, settings)[-1]] = turn
         while len(self._turns) > self._limit:
             self._turns.popitem(last=False)

@@ -12,7 +12,7 @@ from ray.serve.handle import DeploymentHandle
 
 from bough.deploy.loopback import keep_ports_local
 from bough.deploy.metrics import ReplicaMetrics
-from bough.deploy.replica import About, Replica
+from bough.deploy.replica import Replica, ReplicaFacts
 from bough.deploy.router import PrefixRouter
 from bough.deploy.settings import CONTROL, QUEUE, Settings, settings_of
 from bough.deploy.worker import ReplicaWorker
@@ -112,7 +112,7 @@ def worker(
     )
 
 
-def _reader(about: About, settings: Settings) -> RequestReader:
+def _reader(about: ReplicaFacts, settings: Settings) -> RequestReader:
     reader = load_reader(settings.path, settings.engine, about.limits)
     reader.isolate_grammars()
     return reader

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Metric, generate_latest
 
-from bough.deploy.replica import Report
+from bough.deploy.replica import ReplicaReport
 from bough.deploy.worker import ReplicaWorker
 from bough.server.metrics import PREFIX, Metrics
 from bough.server.service import Service
@@ -23,7 +23,7 @@ class ReplicaMetrics(Metrics):
 class _OfEach:
     """The metrics of each replica as `bough:replica_NAME{replica=...}`: sums must not count twice."""
 
-    def __init__(self, reports: Sequence[Report]):
+    def __init__(self, reports: Sequence[ReplicaReport]):
         self._reports = reports
 
     def collect(self) -> Iterator[Metric]:

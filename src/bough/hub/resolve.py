@@ -6,7 +6,7 @@ from pathlib import Path
 
 from bough.errors import ModelNotFound, UsageError
 from bough.hub import catalog
-from bough.hub.catalog import Card
+from bough.hub.catalog import ModelCard
 from bough.hub.download import FetchProgress, cached, fetch, gguf_files
 from bough.hub.drafts import fetch_draft
 from bough.hub.local import draft_in, meant_as_file, model_in, no_such_file
@@ -19,7 +19,7 @@ class Meaning:
 
     path: Path | None = None
     repo: RepoName | None = None
-    card: Card | None = None
+    card: ModelCard | None = None
     name: str = ""  # as it was given
 
     @property

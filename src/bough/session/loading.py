@@ -16,7 +16,7 @@ from bough.engine.runner import StepTimes
 from bough.engine.sequence import Limits
 from bough.errors import BadGGUF, UsageError
 from bough.gguf.reader import GGUFFile
-from bough.hub.catalog import Card, recognise
+from bough.hub.catalog import ModelCard, recognise
 from bough.hub.recommended import recommended
 from bough.kernels.native import INT8, INT16, Library
 from bough.kernels.runtime import backends
@@ -264,7 +264,7 @@ def _text_of(file: GGUFFile, spec: ModelSpec, effort: str) -> tuple[Tokenizer, C
     return tokenizer, ChatTemplate.from_metadata(file.metadata, source=source, effort=effort or None)
 
 
-def _card_of(file: GGUFFile, spec: ModelSpec) -> Card | None:
+def _card_of(file: GGUFFile, spec: ModelSpec) -> ModelCard | None:
     names = [spec.name, file.path.stem]
     return recognise(names, architecture=spec.architecture, width=spec.width, layers=len(spec.layers))
 

@@ -218,7 +218,7 @@ class TrainedSelector(nn.Module):
         return gated @ self.successor_codebook[ids].mT
 
 
-class DraftLayer(nn.Module):
+class TrainedLayer(nn.Module):
     def __init__(self, spec: DraftSpec, kind: LayerKind, causal: bool):
         super().__init__()
         self._convolves = spec.second is not None
@@ -248,7 +248,7 @@ class TrainedDraft(nn.Module):
         self.fc = nn.Linear(len(spec.taps) * spec.width, spec.width, bias=False)
         self.hidden_norm = nn.RMSNorm(spec.width, spec.eps)
         self.layers = nn.ModuleList(
-            DraftLayer(spec, kind, causal) for kind, causal in zip(spec.layers, spec.causal, strict=True)
+            TrainedLayer(spec, kind, causal) for kind, causal in zip(spec.layers, spec.causal, strict=True)
         )
         self.norm = nn.RMSNorm(spec.width, spec.eps)
         self.candidate_selector: TrainedSelector | None = None

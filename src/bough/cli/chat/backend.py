@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from bough.cli import report
-from bough.cli.chat.conversation import OPTIONS, Settings
+from bough.cli.chat.conversation import OPTIONS, ChatSettings
 from bough.cli.loading import summary
 from bough.errors import UsageError
 from bough.session.events import Finished, Progress, Reasoning, Text
@@ -41,25 +41,25 @@ class Backend(Protocol):
         """Return whether a reply may be abandoned at any moment, without a request to stop."""
         ...
 
-    def check(self, settings: Settings) -> None:
+    def check(self, settings: ChatSettings) -> None:
         """Raise UsageError for settings that cannot be honoured."""
         ...
 
-    def defaults(self, settings: Settings) -> Mapping[str, float]:
+    def defaults(self, settings: ChatSettings) -> Mapping[str, float]:
         """Return the values of settings that are not set, where the backend has them."""
         ...
 
     def reply(
         self,
         messages: Sequence[Mapping[str, Any]],
-        settings: Settings,
+        settings: ChatSettings,
         *,
         seed: int,
         cancelled: Callable[[], bool],
     ) -> Generator[Event]: ...
 
 
-class Models(Protocol):
+class ModelSource(Protocol):
     """Where the models of a chat come from."""
 
     def find(self, name: str | None) -> Callable[[], Backend]:
@@ -81,13 +81,13 @@ class LocalBackend:
     def about(self) -> str:
         return summary(self._session, drafted=self._drafted, speculating=self._speculating)
 
-    def check(self, settings: Settings) -> None:
+    def check(self, settings: ChatSettings) -> None:
         if settings.thinking is not None and not self._session.template.supports_thinking:
             raise UsageError(f"{self.name} has no switch for thinking in its chat template")
         if settings.draft_budget and not self._speculating:
             raise UsageError("the model was loaded without a draft", "start the chat without --no-draft")
 
-    def defaults(self, settings: Settings) -> Mapping[str, float]:
+    def defaults(self, settings: ChatSettings) -> Mapping[str, float]:
         sampling = self._session.sampling_for(settings.thinking)
         values = {name: getattr(sampling, name, None) for name in OPTIONS}
         return {name: value for name, value in values.items() if value is not None}
@@ -95,7 +95,7 @@ class LocalBackend:
     def reply(
         self,
         messages: Sequence[Mapping[str, Any]],
-        settings: Settings,
+        settings: ChatSettings,
         *,
         seed: int,
         cancelled: Callable[[], bool],

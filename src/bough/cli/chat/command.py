@@ -30,8 +30,8 @@ from bough.config import EngineConfig, environment
 from bough.errors import UsageError
 
 if TYPE_CHECKING:
-    from bough.cli.chat.backend import Backend, Models
-    from bough.cli.chat.conversation import Conversation, Settings
+    from bough.cli.chat.backend import Backend, ModelSource
+    from bough.cli.chat.conversation import ChatSettings, Conversation
 
 _server, _prompt, _sampling = panel("Server"), panel("Prompt"), panel("Sampling")
 
@@ -94,7 +94,7 @@ def chat(
     sampling.check(screen, system=beginning.system)
     conversation, settings = _begin(beginning, sampling)
     config = engine.config(cache)
-    models: Models
+    models: ModelSource
     if remote.url is not None:
         check_remote(engine, cache)
         speculation.check_remote(speculating)
@@ -108,10 +108,10 @@ def chat(
 
 
 def converse(
-    models: "Models",
+    models: "ModelSource",
     model: str | None,
     conversation: "Conversation",
-    settings: "Settings",
+    settings: "ChatSettings",
     *,
     screen: view.Screen,
     quiet: bool,
@@ -129,12 +129,12 @@ def converse(
         raise typer.Exit(code)
 
 
-def _begin(options: ConversationOptions, sampling: SamplingOptions) -> "tuple[Conversation, Settings]":
+def _begin(options: ConversationOptions, sampling: SamplingOptions) -> "tuple[Conversation, ChatSettings]":
     """Return a new or loaded conversation and its settings, changed by what the command line says."""
-    from bough.cli.chat.conversation import Conversation, Settings
+    from bough.cli.chat.conversation import ChatSettings, Conversation
     from bough.cli.chat.conversation import load as read
 
-    conversation, settings = (Conversation(), Settings()) if options.load is None else read(options.load)
+    conversation, settings = (Conversation(), ChatSettings()) if options.load is None else read(options.load)
     conversation.system = options.system if options.system is not None else conversation.system
     settings.thinking = options.think if options.think is not None else settings.thinking
     settings.values |= sampling.given()

@@ -44,7 +44,7 @@ NAMES = (*OPTIONS, STOP)
 
 
 @dataclass(slots=True)
-class Settings:
+class ChatSettings:
     """Settings of replies; those that are None or absent are left to the model or the server."""
 
     values: dict[str, float | int] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class Settings:
         }
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "Settings":
+    def from_dict(cls, values: Mapping[str, Any]) -> "ChatSettings":
         settings = cls()
         for name in OPTIONS:
             if values.get(name) is not None:
@@ -157,7 +157,7 @@ class Conversation:
         return None
 
 
-def save(path: Path, conversation: Conversation, settings: Settings, *, model: str) -> None:
+def save(path: Path, conversation: Conversation, settings: ChatSettings, *, model: str) -> None:
     """Write a conversation atomically; refuse to replace a file that is not one."""
     if path.is_dir():
         raise UsageError(f"{path} is a folder; needs the name of a file")
@@ -196,7 +196,7 @@ def _is_ours(path: Path) -> bool:
     return True
 
 
-def load(path: Path) -> tuple[Conversation, Settings]:
+def load(path: Path) -> tuple[Conversation, ChatSettings]:
     """Read a conversation that `save` wrote, or any JSON with a list of user and assistant messages."""
     content = _read(path)
     if isinstance(content, list):
@@ -215,7 +215,7 @@ def load(path: Path) -> tuple[Conversation, Settings]:
         turns = [_message(each, index) for index, each in enumerate(messages)]
         settings = content.get("settings", {})
         model = content["model"] if isinstance(content.get("model"), str) else ""
-        values = Settings.from_dict(settings if isinstance(settings, dict) else {})
+        values = ChatSettings.from_dict(settings if isinstance(settings, dict) else {})
         return Conversation(system, turns, model), values
     except UsageError as error:
         raise UsageError(f"{path} is damaged: {error.message}") from None

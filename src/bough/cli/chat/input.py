@@ -99,7 +99,7 @@ def _completer(complete: Callable[[str], Sequence[str] | None]) -> Any:
 
     paths = PathCompleter(expanduser=True)
 
-    class Words(Completer):
+    class WordCompleter(Completer):
         def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
             text = document.text_before_cursor
             words = complete(text)
@@ -110,7 +110,7 @@ def _completer(complete: Callable[[str], Sequence[str] | None]) -> Any:
                 path = text.partition(" ")[2]
                 yield from paths.get_completions(Document(path, len(path)), complete_event)
 
-    return Words()
+    return WordCompleter()
 
 
 def history_file() -> Path | None:

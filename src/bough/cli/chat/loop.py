@@ -12,8 +12,8 @@ from typing import Any, Self
 from bough.cli import view
 from bough.cli.chat import conversation as saved
 from bough.cli.chat import slash_commands
-from bough.cli.chat.backend import Backend, Models, ReplyEnd
-from bough.cli.chat.conversation import Conversation, Message, Settings
+from bough.cli.chat.backend import Backend, ModelSource, ReplyEnd
+from bough.cli.chat.conversation import ChatSettings, Conversation, Message
 from bough.cli.chat.input import Keyboard, Lines, Source, history_file, unechoed
 from bough.cli.chat.screen import ChatReply, PlainReply, TerminalReply, on_terminal
 from bough.cli.streams import OutputFailed
@@ -59,7 +59,7 @@ class Chat:
         self,
         backend: Backend,
         conversation: Conversation,
-        settings: Settings,
+        settings: ChatSettings,
         *,
         screen: view.Screen,
         quiet: bool = False,
@@ -77,7 +77,7 @@ class Chat:
         self._quiet = quiet
         self._terminal = on_terminal()
         self._exit_code = 0
-        self.models: Models | None = None  # for /model
+        self.models: ModelSource | None = None  # for /model
         self.reload: Callable[[], Backend] | None = None  # loads the present one again
 
     @property
@@ -118,7 +118,7 @@ class Chat:
             # Without a terminal nobody reads the error: the exit code reports it.
             self._exit_code = self._exit_code or (0 if self._terminal else error.exit_code)
 
-    def change(self, settings: Settings) -> None:
+    def change(self, settings: ChatSettings) -> None:
         self.backend.check(settings)
         self.settings = settings
 

@@ -5,7 +5,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from bough.cli.chat.backend import Event, ReplyEnd
-from bough.cli.chat.conversation import Settings
+from bough.cli.chat.conversation import ChatSettings
 from bough.errors import UsageError
 from bough.session.remote import OURS, RemoteEnd, RemoteSession, ServerFailed
 
@@ -21,17 +21,17 @@ class RemoteBackend:
         context = self._session.context
         return f"{f'context {context:,} tokens · ' if context else ''}{self._session.url}"
 
-    def check(self, settings: Settings) -> None:
+    def check(self, settings: ChatSettings) -> None:
         if settings.draft_budget is not None and not self._session.ours:
             raise UsageError("/draft needs a Bough server; this one decides by itself")
 
-    def defaults(self, settings: Settings) -> Mapping[str, float]:
+    def defaults(self, settings: ChatSettings) -> Mapping[str, float]:
         return {}
 
     def reply(
         self,
         messages: Sequence[Mapping[str, Any]],
-        settings: Settings,
+        settings: ChatSettings,
         *,
         seed: int,
         cancelled: Callable[[], bool],
@@ -46,7 +46,9 @@ class RemoteBackend:
                 raise ServerFailed(f"{host} ended the reply without saying why")
             yield _ended(event, self.name)
 
-    def _body(self, messages: Sequence[Mapping[str, Any]], settings: Settings, seed: int) -> dict[str, Any]:
+    def _body(
+        self, messages: Sequence[Mapping[str, Any]], settings: ChatSettings, seed: int
+    ) -> dict[str, Any]:
         body: dict[str, Any] = {"messages": list(messages), **settings.values}
         if self._session.ours:
             body |= {"seed": seed, OURS: {"budget": settings.draft_budget}}

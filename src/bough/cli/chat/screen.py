@@ -20,7 +20,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 from bough.cli import view
-from bough.cli.chat.stream import MarkdownStream, PlainStream, Stream
+from bough.cli.chat.stream import MarkdownStream, PlainStream, ReplyStream
 from bough.cli.streams import delivered, tolerated
 from bough.config import environment
 
@@ -123,7 +123,7 @@ class TerminalReply:
 
     def __init__(self) -> None:
         self._painter = Painter(sys.stdout, _size)
-        self._stream: Stream | None = None
+        self._stream: ReplyStream | None = None
         self._kind = ""
         self._status = "Waiting"
         self._begun = time.perf_counter()
@@ -205,7 +205,7 @@ class PlainReply:
     """Writes the answer to standard output and the reasoning to standard error."""
 
     def __init__(self, *, quiet: bool):
-        self._answer = view.Answer(shown=True)
+        self._answer = view.ShownAnswer(shown=True)
         self._quiet = quiet
         self._thought = ""
 

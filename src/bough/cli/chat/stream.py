@@ -19,7 +19,7 @@ FENCE_BEGUN = re.compile(r"(?:^|\n) {0,3}(?:```|~~~)[^\n]*\Z")
 Rows = list[Text]
 
 
-class Stream(Protocol):
+class ReplyStream(Protocol):
     def push(self, text: str) -> None: ...
 
     def take(self, width: int, *, final: bool = False) -> tuple[Rows, Rows]:
