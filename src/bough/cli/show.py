@@ -14,7 +14,7 @@ from bough.cli import fit as shown
 from bough.cli import view
 from bough.cli.completion import model_names
 from bough.cli.flags import with_flags
-from bough.cli.footprint import in_mtp_block, on_cpu, on_gpu, stored
+from bough.cli.footprint import in_mtp_block, in_native_code, on_cpu, on_gpu, stored
 from bough.cli.options import MODEL_HELP, Draft, MaxContext, Parallel, VramLimit
 from bough.config import DraftConfig, EngineConfig, SpecConfig, environment
 from bough.errors import BoughError, DownloadFailed, ModelFileError, ModelNotFound, ResourceError, UsageError
@@ -210,7 +210,7 @@ def describe(file: "GGUFFile", source: str) -> dict[str, Any]:
         vectors = VectorSpec.from_gguf(file, spec.width)
         facts["vectors"] = vectors and {"kind": vectors.kind, "pooling": vectors.pooling.name}
         facts["stored_bytes"] = stored(file, spec)
-        facts["memory"] = _memory(file, spec)
+        facts["memory"] = _memory(file, spec, native=not _not_native(facts))
     except ModelFileError as error:
         facts["problems"].append(with_flags(error.message))
     facts["text"] = None
@@ -280,9 +280,11 @@ def _parameters(file: "GGUFFile", spec: "ModelSpec") -> dict[str, int]:
     return {"total": total, "active": active, "mtp": mtp}
 
 
-def _memory(file: "GGUFFile", spec: "ModelSpec") -> list[dict[str, Any]]:
+def _memory(file: "GGUFFile", spec: "ModelSpec", *, native: bool) -> list[dict[str, Any]]:
     """Return the bytes of weights, state and KV cache at several contexts, without a draft."""
     needs = {"cpu": on_cpu(file, spec), "gpu": on_gpu(file, spec)}
+    if native:
+        needs["native"] = in_native_code(file, spec)
     contexts = [*(context for context in CONTEXTS if context < spec.context_length), spec.context_length]
     return [
         {"context": context, **{device: need.at(context) for device, need in needs.items()}}
@@ -341,8 +343,9 @@ def _print(facts: dict[str, Any]) -> None:
         ],
     )
     if facts["memory"]:
+        devices = ("native" if "native" in facts["memory"][0] else "cpu", "gpu")
         rows = [
-            [f"{row['context']:,}", *(view.amount(row[device]["total"]) for device in ("cpu", "gpu"))]
+            [f"{row['context']:,}", *(view.amount(row[device]["total"]) for device in devices)]
             for row in facts["memory"]
         ]
         view.table("Memory needed, without a draft", ["context", "on a CPU", "on a GPU"], rows)
@@ -396,18 +399,26 @@ def _model_rows(model: dict[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
-def _weights(facts: dict[str, Any]) -> str:
-    need = facts["memory"][0]
+def _not_native(facts: dict[str, Any]) -> str:
+    """Return which weights native CPU code does not run; nothing if it runs all."""
+    if facts["model"]["experts"]:
+        return "of experts"
     others = [row["type"] for row in facts["types"] if row["type"] not in NATIVE_TYPES]
-    if others or facts["model"]["experts"]:
-        reason = "of experts" if facts["model"]["experts"] else f"of type {', '.join(others)}"
+    return f"of type {', '.join(others)}" if others else ""
+
+
+def _weights(facts: dict[str, Any]) -> str:
+    stored, expanded = (
+        view.amount(size) for size in (facts["stored_bytes"], facts["memory"][0]["cpu"]["weights"])
+    )
+    if reason := _not_native(facts):
         return (
-            f"{view.amount(facts['stored_bytes'])} as stored, and about that on a GPU; on a CPU PyTorch runs "
-            f"weights {reason}, in {view.amount(need['cpu']['weights'])} (32 bits each)"
+            f"{stored} as stored, and about that on a GPU; on a CPU PyTorch runs weights {reason}, "
+            f"in {expanded} (32 bits each)"
         )
     return (
-        f"{view.amount(facts['stored_bytes'])} as stored, and about that on a GPU or in native CPU code; "
-        f"{view.amount(need['cpu']['weights'])} in PyTorch on a CPU (32 bits each)"
+        f"{stored} as stored, and about that on a GPU or in native CPU code; "
+        f"{expanded} in PyTorch on a CPU (32 bits each)"
     )
 
 
