@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+from bough.cli import view
 from bough.cli.show import show
 from bough.config import EngineConfig
 from bough.memory.planner import AUTO_FORMATS, OPT_IN_FORMATS
@@ -54,7 +55,7 @@ def test_as_a_person_sees_it(bough, tiny_model):
         "4,096",
         "2.54 MiB as stored, and about that on a GPU or in native CPU code; "
         "15.52 MiB in PyTorch on a CPU (32 bits each)",
-        "context on a CPU on a GPU 4,096 19.57 MiB",
+        "context on a CPU on a GPU 4,096 6.59 MiB",
     ):
         assert part in text, part
 
@@ -72,6 +73,13 @@ def test_memory_is_what_the_engine_plans_and_takes(bough, tiny_model, family, mt
     assert plan.expanded and plan.max_ctx == 4096
     taken = (plan.weights, plan.recurrent, plan.kv_per_token * plan.max_ctx)
     assert (need["weights"], need["recurrent"], need["kv"]) == taken
+
+
+def test_memory_on_a_cpu_is_that_of_native_code(bough, tiny_model):
+    path = tiny_model(width=256, mix="q4_k_m")
+    need = json.loads(bough("show", path, "--json").stdout)["memory"][0]
+    assert need["native"]["weights"] == need["gpu"]["weights"] < need["cpu"]["weights"] / 4
+    assert view.amount(need["native"]["total"]) in bough("show", path).stdout
 
 
 def test_what_fits_on_a_gpu_that_is_not_here(bough, tiny_model):

@@ -44,7 +44,7 @@ def model(tiny_model) -> Path:
 
 
 @pytest.fixture
-def card(monkeypatch, tmp_path) -> catalog.Card:
+def card(monkeypatch, tmp_path) -> catalog.ModelCard:
     """The catalogue lists the tiny model and its draft."""
     folder = tmp_path / "cards"
     folder.mkdir()

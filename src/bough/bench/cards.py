@@ -36,8 +36,8 @@ TREE_TOKENS = 4  # accepted in a step: DFlash drafts have 4 to 8 on code and sum
 def card_of_device(name: str) -> str | None:
     """Return the card of a device's name, such as NVIDIA GeForce RTX 4090; None: it is not in the list."""
     plain = "".join(name.lower().split())
-    found = [card for card in CARDS if "".join(card.lower().split()) in plain.replace("-", "")]
-    return max(found, key=len, default=None)
+    cards = [card for card in CARDS if "".join(card.lower().split()) in plain.replace("-", "")]
+    return max(cards, key=len, default=None)
 
 
 def about_tok_s(size: int, active: float, device: str, *, draft: bool) -> tuple[float, float | None] | None:

@@ -57,7 +57,7 @@ def survey(file: "GGUFFile", spec: "ModelSpec", config: EngineConfig) -> dict[st
     for option, row in zip(planner.options(), facts["pairs"], strict=True):
         if option.formats == plan.kv and plan.max_ctx == planner.context:
             row |= {"total_bytes": plan.total, "host_embedding": plan.host_embedding}
-    chosen = {
+    summary = {
         "keys": plan.kv[0].name,
         "values": plan.kv[1].name,
         "context": plan.max_ctx,
@@ -71,7 +71,7 @@ def survey(file: "GGUFFile", spec: "ModelSpec", config: EngineConfig) -> dict[st
         "line": with_flags(plan.line()),
         "notes": [with_flags(note) for note in plan.notes()],
     }
-    return facts | {"plan": chosen, "speeds": _speeds(file, config, device, here=here)}
+    return facts | {"plan": summary, "speeds": _speeds(file, config, device, here=here)}
 
 
 def _speeds(
@@ -109,7 +109,7 @@ def show(facts: dict[str, Any]) -> None:
         view.table(
             f"On {kind} with {limit}", ["part", "size"], [*rows, ["total", view.amount(plan["total_bytes"])]]
         )
-    chosen = None if plan is None else (plan["keys"], plan["values"])
+    formats = None if plan is None else (plan["keys"], plan["values"])
     view.table(
         f"KV cache, on {limit}",
         ["format", "longest context", f"all, at {facts['context']:,}", "what it means"],
@@ -118,7 +118,7 @@ def show(facts: dict[str, Any]) -> None:
                 "/".join(dict.fromkeys((row["keys"], row["values"]))),
                 f"{row['max_context']:,}",
                 view.amount(row["total_bytes"]),
-                _meaning(row, (row["keys"], row["values"]) == chosen),
+                _meaning(row, (row["keys"], row["values"]) == formats),
             ]
             for row in facts["pairs"]
         ],
@@ -146,9 +146,9 @@ def _span(speeds: tuple[float, float]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def _meaning(row: dict[str, Any], chosen: bool) -> str:
-    words = ["chosen" if chosen else "fits" if row["fits"] else "too large"]
-    if chosen and not row["fits"]:
+def _meaning(row: dict[str, Any], is_plan: bool) -> str:
+    words = ["chosen" if is_plan else "fits" if row["fits"] else "too large"]
+    if is_plan and not row["fits"]:
         words.append("with a shorter context")
     if row["host_embedding"] and row["fits"]:
         words.append("token embedding in host memory")

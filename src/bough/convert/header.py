@@ -11,7 +11,7 @@ from bough.convert.families import ModelSizes, metadata, read_sizes
 from bough.convert.mixes import tensor_type
 from bough.convert.rules import tensor_rules
 from bough.gguf.writer import GGUFWriter
-from bough.hub.catalog import FROM_CARD, Card, Shape
+from bough.hub.catalog import FROM_CARD, ModelCard, Shape
 from bough.models.draft_spec import default_taps
 
 MIX = "q4_k_m"
@@ -23,7 +23,7 @@ _CLASSES = {
 _DRAFT_HEADS, _DRAFT_KV_HEADS, _DRAFT_DIM = 32, 8, 128  # of every published DFlash draft
 
 
-def write_target(card: Card, shape: Shape, path: Path) -> Path:
+def write_target(card: ModelCard, shape: Shape, path: Path) -> Path:
     """Write the header of a card's target in the q4_k_m mix; the file has the whole one's size."""
     sizes = _sizes(card, shape)
     entries: list[Entry] = [
@@ -42,7 +42,7 @@ def write_target(card: Card, shape: Shape, path: Path) -> Path:
     return path
 
 
-def _sizes(card: Card, shape: Shape) -> ModelSizes:
+def _sizes(card: ModelCard, shape: Shape) -> ModelSizes:
     match = card.match
     heads, kv_heads, head_dim = shape.heads
     values: dict[str, Any] = {
@@ -78,7 +78,7 @@ def _sizes(card: Card, shape: Shape) -> ModelSizes:
     return read_sizes(HFConfig(values, card.name))
 
 
-def write_draft(card: Card, shape: Shape, folder: Path) -> Path:
+def write_draft(card: ModelCard, shape: Shape, folder: Path) -> Path:
     """Write the config and the header of a DFlash draft in the card's sizes; return the weights' path."""
     assert shape.draft is not None
     layers, feed_forward = shape.draft

@@ -170,8 +170,8 @@ def _experts(
     shapes = {"gate": (count, size, width), "up": (count, size, width), "down": (count, width, size)}
 
     def stacked(part: str) -> Rule:
-        each = [f"{source}experts.{expert}.{part}_proj.weight" for expert in range(count)]
-        sources = tuple((name, shapes[part][1:]) for name in each)
+        names = [f"{source}experts.{expert}.{part}_proj.weight" for expert in range(count)]
+        sources = tuple((name, shapes[part][1:]) for name in names)
         return Rule(f"{target}ffn_{part}_exps.weight", shapes[part], sources, _stack)
 
     def half(part: str, rows: slice) -> Rule:

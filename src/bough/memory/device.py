@@ -147,9 +147,9 @@ def memory_budget(device: torch.device, limit: int | None = None) -> MemoryBudge
     gc.collect()  # an engine that was loaded before does not count
     torch.cuda.empty_cache()
     free, total = cuda_memory(device)  # creates the context, so that it counts as in use
-    own = torch.cuda.memory_reserved(device)
-    kept = reserve(total, total - free - own - CUDA_CONTEXT)
-    return MemoryBudget(total - kept if limit is None else min(limit, total), total - free)
+    reserved = torch.cuda.memory_reserved(device)
+    room = reserve(total, total - free - reserved - CUDA_CONTEXT)
+    return MemoryBudget(total - room if limit is None else min(limit, total), total - free)
 
 
 def cuda_memory(device: torch.device) -> tuple[int, int]:
@@ -185,8 +185,8 @@ def limit_allocator(budget: MemoryBudget, device: torch.device) -> None:
     """
     total = torch.cuda.mem_get_info(device)[1]
     # What torch holds already, for a scorer of prompts, is in use and not free, but it is torch's own.
-    own = torch.cuda.memory_reserved(device)
-    share = max(0, budget.free + own - CUDA_LIBRARIES) / total
+    reserved = torch.cuda.memory_reserved(device)
+    share = max(0, budget.free + reserved - CUDA_LIBRARIES) / total
     index = torch.cuda.current_device() if device.index is None else device.index
     torch.cuda.set_per_process_memory_fraction(share, index)
 

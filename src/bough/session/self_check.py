@@ -34,8 +34,8 @@ def shapes_of(file: GGUFFile, config: EngineConfig, plan: MemoryPlan) -> Shapes:
     routed = {info.type for name, info in file.tensors.items() if "_exps" in name and has_layout(info.type)}
     draft = None
     if speculation is not None and config.draft is not None:
-        with open_draft(config.draft.path, spec, causal=config.draft.causal) as (found, _):
-            draft = (found.heads, found.kv_heads, found.head_dim)
+        with open_draft(config.draft.path, spec, causal=config.draft.causal) as (draft_shape, _):
+            draft = (draft_shape.heads, draft_shape.kv_heads, draft_shape.head_dim)
         types.add(draft_quant(config.draft, "cuda") or QuantType.F16)
     delta, experts, embedding = spec.delta, spec.experts, file.require_tensor("token_embd.weight").type
     return Shapes(
