@@ -8,7 +8,6 @@ import hmac
 import json
 import re
 from collections.abc import Mapping
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -89,11 +88,8 @@ class Guard:
     def _allows(self, origin: str, host: str) -> bool:
         if "*" in self._config.cors_origins or origin in self._config.cors_origins:
             return True
-        try:
-            parts = urlsplit(origin)
-            return is_loopback(parts.hostname or "") or parts.netloc == host
-        except ValueError:
-            return False
+        place = origin.partition("://")[2]
+        return bool(place) and (place == host or is_loopback(_host(place)))
 
     async def _read(self, receive: Receive, headers: Headers) -> bytes | Failure | None:
         """Return the whole body; None if the client disconnected while sending it."""

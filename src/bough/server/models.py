@@ -219,7 +219,9 @@ class Models:
             await asyncio.sleep(POLL_S)
         await asyncio.to_thread(resident.service.worker.close)
         self._leaving.remove(resident)
+        gc.unfreeze()
         gc.collect()  # sessions hold cycles; memory is planned by what is free
+        gc.freeze()
 
     def _forget(self, resident: Resident) -> None:
         """Take a model out of those that requests can reach."""

@@ -33,6 +33,7 @@ HINT = "`raw` sends the prompt without a chat template"
 BUDGET = "render budget"
 CONCAT, BUILT, COMPARED = "bounded concatenation", "measured literal", "measured operand"
 _VALUE = 200  # what a value inside another costs, in characters
+_JSON_WIDTH = 8  # of an indent or a separator
 _CLOCK = 4096  # characters after which the clock is looked at
 _WIDTH = re.compile(r"[0-9]{6,}|[*{]")
 _LISTS = (list, tuple, set, frozenset, type({}.keys()), type({}.values()), type({}.items()))
@@ -336,6 +337,23 @@ def _deep(budget: Budget, value: Any, *_rest: Any, **_options: Any) -> None:
     budget.read(value, 4)
 
 
+def _json(
+    budget: Budget,
+    value: Any,
+    _ascii: Any = False,
+    indent: Any = 0,
+    separators: Any = "",
+    *_rest: Any,
+    **_: Any,
+) -> None:
+    budget.read(value, 8)
+    width = indent if isinstance(indent, int) else measure(indent or "", _JSON_WIDTH)
+    if max(width, *map(len, separators or ("",))) > _JSON_WIDTH:
+        raise TemplateFailed(
+            f"the chat template writes JSON with over {_JSON_WIDTH} characters of space", HINT
+        )
+
+
 def _shallow(budget: Budget, value: Any, count: Any = 0, *_rest: Any, **_options: Any) -> None:
     budget.spend(
         16 * (len(value) if isinstance(value, Sized) else 0) + 16 * (count if isinstance(count, int) else 0)
@@ -419,7 +437,7 @@ _GATHERING = frozenset(
 _FREE_FUNCTIONS = (Namespace, range, jinja2.utils.Cycler, jinja2.utils.Joiner)
 _FILTERS: Mapping[str, Charge] = {
     **dict.fromkeys(("string", "safe", "trim"), _text(1)),
-    **dict.fromkeys(("capitalize", "e", "escape", "forceescape", "lower", "tojson"), _text(8)),
+    **dict.fromkeys(("capitalize", "e", "escape", "forceescape", "lower"), _text(8)),
     **dict.fromkeys(("truncate", "upper", "urlencode"), _text(8)),
     **dict.fromkeys(("dictsort", "groupby", "max", "min", "sort", "unique"), _deep),
     **dict.fromkeys(("batch", "list", "reverse", "slice"), _shallow),
@@ -429,6 +447,7 @@ _FILTERS: Mapping[str, Charge] = {
     "join": _joined,
     "replace": _replaced,
     "sum": _summed,
+    "tojson": _json,
 }
 _METHODS: Mapping[str, Charge] = {
     **dict.fromkeys(
