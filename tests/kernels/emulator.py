@@ -24,13 +24,13 @@ _SCALED = (
     "const u32 x = S ? s >> 16 : s & 0xffff, y = M ? m >> 16 : m & 0xffff;"
     "return fma_halves(codes, x << 16 | x, y << 16 | y);"
 )
-# Functions whose bodies are assembly.
-# Blocks run one after the other: a launch runs twice, and the second time the results of all blocks are there.
+# Blocks run one after the other: a launch runs twice; the second time the results of all blocks are there.
 EXCHANGE = {
     "u64 load_word": "return *p;",
     "void store_word": "*p = (u64)launch << 32 | __float_as_uint(value);",
     "float wait_for": "return __uint_as_float((u32)*p);",
 }
+# Functions whose bodies are assembly.
 PDL = {"void launch_dependents": "", "void wait_for_inputs": ""}
 HALVES = {
     "u32 to_half2": "return two_halves(low, high);",
