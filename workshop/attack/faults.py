@@ -259,7 +259,8 @@ def _is_ours(text: str) -> bool:
 
 CASES = (
     terminated, terminated_twice, interrupted, frozen, killed_while_writing, damaged_snapshots,
-    folder_is_removed, shared_folder, broken_stderr, model_is_replaced, refused_files, little_memory, key_file_with_comments,
+    folder_is_removed, shared_folder, broken_stderr, model_is_replaced, refused_files, little_memory,
+    key_file_with_comments,
 )  # fmt: skip
 
 
