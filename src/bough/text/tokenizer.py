@@ -171,14 +171,14 @@ class Tokenizer:
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of many short texts, in which no string is a special token."""
-        (counted, found), self._counted = self._counted, ([], [])
-        return [each.ids for each in (found if counted == texts else self._encodings(texts))]
+        (counted, encodings), self._counted = self._counted, ([], [])
+        return [each.ids for each in (encodings if counted == texts else self._encodings(texts))]
 
     def count_all(self, texts: Sequence[str]) -> list[int]:
         """Return how many ids each has; they are kept for a call of `encode_all` with the same texts."""
-        found = self._encodings(texts)
-        self._counted = list(texts), found
-        return [len(each) for each in found]
+        encodings = self._encodings(texts)
+        self._counted = list(texts), encodings
+        return [len(each) for each in encodings]
 
     def encodes_like(self, other: "Tokenizer") -> bool:
         """Return whether both have the same vocabulary and the same rules."""
@@ -241,9 +241,9 @@ class Tokenizer:
         pieces = _pieces(self._rule.escaped(text), self._rule.cuts)
         while some := list(islice(pieces, PIECES)):
             # Unlike `encode`, the library's batch functions release the GIL.
-            found = self._words.encode_batch_fast([piece for piece, _ in some], add_special_tokens=False)
-            for each, (_, more) in zip(found, some, strict=True):
-                ids += (piece := each.ids)
+            encodings = self._words.encode_batch_fast([piece for piece, _ in some], add_special_tokens=False)
+            for encoding, (_, more) in zip(encodings, some, strict=True):
+                ids += (piece := encoding.ids)
                 if limit is not None:
                     limit.count(len(piece), more=more)
         return ids
