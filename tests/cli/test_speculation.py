@@ -300,7 +300,7 @@ def test_a_draft_that_never_hits_is_named(bough, model, draft, tmp_path):
     assert result.exit_code == 0
     line, note = result.stderr.splitlines()
     assert "accept 1.00/step" in line
-    assert "draft of this target" in note
+    assert "draft calls accepted" in note and "the draft of another model" in note
 
 
 def test_penalties_and_bias_reach_the_sampler(answer):

@@ -7,6 +7,7 @@ from typing import Any
 
 from bough.bench import measure
 from bough.bench.runner import PLAIN, Result
+from bough.old_name import NAME, OLD_NAME
 
 Figure = dict[str, float]  # mean, sd and n
 Row = dict[str, Any]
@@ -211,7 +212,7 @@ def subject(head: Result) -> str:
 
 
 def _version(head: Result) -> str:
-    return head.get("bough") or head["treeflash"]  # the name before the renaming
+    return head.get(NAME) or head[OLD_NAME]
 
 
 def _machine(head: Result) -> str:

@@ -57,30 +57,30 @@ def doctor(
         if not gpu_report(screen):
             raise typer.Exit(BROKEN)
         return
-    found = []
+    checks = []
     with screen.waiting("Checking"):
         for part in (system, pytorch, native_code, resources, models, caches, kernels):
-            found += part()
-    broken = [check.name for check in found if check.status == "fail"]
+            checks += part()
+    broken = [check.name for check in checks if check.status == "fail"]
     if as_json:
-        view.print_json({"ok": not broken, "checks": [asdict(check) for check in found]})
+        view.print_json({"ok": not broken, "checks": [asdict(check) for check in checks]})
     else:
-        view.checks([(check.status, check.name, check.detail, check.hint) for check in found])
-        view.plain("\n" + verdict(found))
+        view.checks([(check.status, check.name, check.detail, check.hint) for check in checks])
+        view.plain("\n" + verdict(checks))
     if broken:
         raise typer.Exit(BROKEN)
 
 
-def verdict(found: Sequence[Check]) -> str:
+def verdict(checks: Sequence[Check]) -> str:
     """Return what all checks come to."""
-    broken = [check.name for check in found if check.status == "fail"]
-    warned = [check.name for check in found if check.status == "warn"]
+    broken = [check.name for check in checks if check.status == "fail"]
+    warned = [check.name for check in checks if check.status == "warn"]
     if broken:
         return f"{len(broken)} broken: {', '.join(broken)}"
     noted = f", with {len(warned)} warning{'s' * (len(warned) > 1)}: {', '.join(warned)}" if warned else ""
-    if any(check.name == "gpu" and check.status == "warn" for check in found):
+    if any(check.name == "gpu" and check.status == "warn" for check in checks):
         return f"The CPU works; the GPU was not tried{noted}."
-    if any(check.name.startswith(GPU_KERNELS) for check in found):
+    if any(check.name.startswith(GPU_KERNELS) for check in checks):
         return f"All that was tried works{noted}. `bough doctor --gpu` tries every kernel on this GPU."
     return f"Everything works{noted}."
 
@@ -182,11 +182,11 @@ def _card(torch: Any, index: int, driver: str | None) -> Check:
 def _driver() -> str | None:
     """Return the version of the NVIDIA driver; None: there is no driver."""
     try:
-        found = re.search(
+        match = re.search(
             r"Module\s+(?:for \S+\s+)?([\d.]+)", Path("/proc/driver/nvidia/version").read_text()
         )
-        if found:
-            return found[1]
+        if match:
+            return match[1]
     except OSError:
         pass
     if (program := shutil.which("nvidia-smi")) is None:

@@ -5,7 +5,6 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Generator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -16,7 +15,7 @@ from rich.progress import BarColumn, TimeRemainingColumn
 
 from bough.cli import view
 from bough.cli.command import INTERRUPTED
-from bough.cli.interrupt import held
+from bough.cli.interrupt import Interrupt, held
 from bough.cli.loading import show_warnings
 from bough.cli.options import MODEL_HELP, grouped, panel, shared
 from bough.cli.speculation import downloading
@@ -145,13 +144,13 @@ def train(
     with screen.waiting("Starting PyTorch"), held():
         from bough.train.draft_run import train_draft
     progress = _Progress(screen, quiet=quiet)
-    with _stopping() as stop, progress:
+    with Interrupt(signal.SIGTERM, patience_s=None) as stop, progress:
         result = train_draft(
             _job(path, output, text, draft, training),
             loading=progress.loading,
             answering=progress.answering,
             notify=progress.notify,
-            cancelled=lambda: bool(stop),
+            cancelled=lambda: stop.requested,
         )
     if not result.finished:
         screen.notice("Interrupted. Nothing is lost: the same command with --resume goes on from here.")
@@ -208,24 +207,6 @@ def _target(name: str, output: Path, *, offline: bool, screen: view.Screen) -> P
             write_gguf(folder, path, mix="f16", progress=lambda _, done, total: bar.update(done, total))
         screen.note(f"Converted to {path}. A draft works best with the quantisation it was trained on.")
     return path
-
-
-@contextlib.contextmanager
-def _stopping() -> Generator[list[int]]:
-    """Yield a list that is filled by the first SIGINT or SIGTERM; the second raises KeyboardInterrupt."""
-    caught: list[int] = []
-
-    def catch(number: int, _frame: Any) -> None:
-        if caught:
-            raise KeyboardInterrupt
-        caught.append(number)
-
-    before = {number: signal.signal(number, catch) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield caught
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class _Progress:

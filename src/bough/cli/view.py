@@ -9,7 +9,7 @@ import contextlib
 import json
 import sys
 import threading
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from traceback import format_exc
 from typing import IO, Any, Protocol, Self
 
@@ -335,29 +335,30 @@ class DownloadBar(Bar):
             self._screen.notice(text)
 
 
-class _TokenCount(ProgressColumn):
+class _Amount(ProgressColumn):
+    """How much of a task is done, in words; nothing before its total is known."""
+
+    def __init__(self, said: Callable[[Task, float], str]):
+        super().__init__(table_column=Column(no_wrap=True))
+        self._said = said
+
     def render(self, task: Task) -> Text:
-        if task.total is None:
-            return Text()
-        rate = f"  {task.speed:,.0f} tok/s" if task.speed else ""
-        return Text(f"{task.completed:,.0f}/{task.total:,.0f} tokens{rate}", style="progress.download")
+        return Text("" if task.total is None else self._said(task, task.total), style="progress.download")
 
 
-class _Bytes(ProgressColumn):
-    def render(self, task: Task) -> Text:
-        if task.total is None:
-            return Text()
-        whole = amount(task.total)
-        done = task.completed / task.total * float(whole.split()[0]) if task.total else 0.0
-        rate = f"  {amount(task.speed)}/s" if task.speed and _console(sys.stderr).width >= NARROW else ""
-        return Text(f"{done:.2f} of {whole}{rate}", style="progress.download")
+def _tokens(task: Task, total: float) -> str:
+    return f"{task.completed:,.0f}/{total:,.0f} tokens" + (f"  {task.speed:,.0f} tok/s" if task.speed else "")
 
 
-class _Tensors(ProgressColumn):
-    def render(self, task: Task) -> Text:
-        if task.total is None:
-            return Text()
-        return Text(f"{task.completed:.0f}/{task.total:.0f} tensors", style="progress.download")
+def _bytes(task: Task, total: float) -> str:
+    whole = amount(total)
+    done = task.completed / total * float(whole.split()[0]) if total else 0.0
+    rate = f"  {amount(task.speed)}/s" if task.speed and _console(sys.stderr).width >= NARROW else ""
+    return f"{done:.2f} of {whole}{rate}"
+
+
+def _tensors(task: Task, total: float) -> str:
+    return f"{task.completed:.0f}/{total:.0f} tensors"
 
 
 class Screen:
@@ -391,19 +392,19 @@ class Screen:
         return Bar(label, [SpinnerColumn()], shown=self._progress)
 
     def loading(self, label: str) -> Bar:
-        return Bar(label, [_bar(), _Bytes(table_column=Column(no_wrap=True))], shown=self._progress)
+        return Bar(label, [_bar(), _Amount(_bytes)], shown=self._progress)
 
     def reading(self, label: str) -> Bar:
-        return Bar(label, [_bar(), _TokenCount()], shown=self._progress)
+        return Bar(label, [_bar(), _Amount(_tokens)], shown=self._progress)
 
     def converting(self, label: str) -> Bar:
-        return Bar(label, [_bar(), _Tensors()], shown=self._progress)
+        return Bar(label, [_bar(), _Amount(_tensors)], shown=self._progress)
 
     def counting(self, label: str) -> Bar:
         return Bar(label, [_bar(), MofNCompleteColumn()], shown=self._progress)
 
     def downloading(self, what: str) -> DownloadBar:
-        size = _Bytes(table_column=Column(no_wrap=True))
+        size = _Amount(_bytes)
         columns = [_bar(), size, TimeRemainingColumn(compact=True)]
         return DownloadBar(what, columns, shown=self._progress, screen=self)
 

@@ -19,6 +19,7 @@ _CLASSES = {
     "qwen35": "Qwen3_5ForCausalLM",
     "qwen35moe": "Qwen3_5MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
 }
 _DRAFT_HEADS, _DRAFT_KV_HEADS, _DRAFT_DIM = 32, 8, 128  # of every published DFlash draft
 
@@ -75,6 +76,7 @@ def _sizes(card: ModelCard, shape: Shape) -> ModelSizes:
         count, used, width = shape.experts
         values |= {"num_experts": count, "num_experts_per_tok": used}
         values |= {"moe_intermediate_size": width, "shared_expert_intermediate_size": width}
+        values |= {"norm_topk_prob": True}
     return read_sizes(HFConfig(values, card.name))
 
 

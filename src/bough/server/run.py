@@ -158,8 +158,8 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         asyncio.get_running_loop().set_exception_handler(self._connections.on_loop_error)
         await super().startup(sockets)
-        for each in sockets or ():
-            each.listen(BACKLOG)  # uvicorn's setting also says how many are accepted at once
+        for listening in sockets or ():
+            listening.listen(BACKLOG)  # uvicorn's setting also says how many are accepted at once
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:

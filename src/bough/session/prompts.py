@@ -111,8 +111,10 @@ class Prompts:
             kinds[rendered.boundaries[0]] = "head"
         if rendered.last_user_end is not None:
             kinds[rendered.last_user_end] = "question"
-        # Templates write the BOS token themselves; the fallback template does not.
-        ids: list[int] = self._with_bos([]) if self._template.is_fallback else []
+        # Most templates write the BOS token themselves.
+        bos = self._tokenizer.bos_id
+        written = bos is None or rendered.text.startswith(self._tokenizer.token_bytes(bos).decode())
+        ids: list[int] = [] if written else self._with_bos([])
         boundaries: dict[int, SnapshotKind] = {}
         start = 0
         for end in [*sorted(kinds), len(rendered.text)]:

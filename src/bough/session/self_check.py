@@ -41,7 +41,7 @@ def shapes_of(file: GGUFFile, config: EngineConfig, plan: MemoryPlan) -> Shapes:
     return Shapes(
         name="",
         width=spec.width,
-        feed_forward=spec.feed_forward or (experts.shared_width if experts else spec.width),
+        feed_forward=spec.feed_forward or (experts.shared_width if experts else 0) or spec.width,
         heads=(spec.heads, spec.kv_heads, spec.head_dim),
         rope_dim=spec.rope_dim,
         delta=(delta.key_heads, delta.value_heads, delta.head_dim, delta.conv_width) if delta else None,

@@ -282,13 +282,13 @@ def _if_over(size: int, limit: int) -> int:
 
 def _format_size(text: str, values: Any) -> int:
     """Return the size of a formatted text, which its widths may make larger than any value."""
-    given = list(values.values()) if isinstance(values, Mapping) else values
-    given = list(given) if isinstance(given, list | tuple) else [given]
+    arguments = list(values.values()) if isinstance(values, Mapping) else values
+    arguments = list(arguments) if isinstance(arguments, list | tuple) else [arguments]
     widths = [int(each) for each in re.findall("[0-9]+", text) if len(each) < 20]
     if any(len(each) >= 20 for each in re.findall("[0-9]+", text)):
         return _ENDLESS
-    nested = [abs(each) for each in given if isinstance(each, int)] if _WIDTH.search(text) else []
-    return len(text) + sum(widths) + sum(nested) + measure(given, 1 << 27)
+    nested = [abs(each) for each in arguments if isinstance(each, int)] if _WIDTH.search(text) else []
+    return len(text) + sum(widths) + sum(nested) + measure(arguments, 1 << 27)
 
 
 def _format(inner: Callable[..., str], text: str, *args: Any, **kwargs: Any) -> str:

@@ -147,18 +147,18 @@ class Grammars:
             raise UsageError(f"{job.field or 'the grammar'} nests too deep", param=job.field) from error
         key = hashlib.sha256(text.encode(errors="surrogatepass")).digest()
         with self._lock:
-            kept = self._kept.get(key)
-            if kept is not None:
+            grammar = self._kept.get(key)
+            if grammar is not None:
                 self._kept.move_to_end(key)
-        if kept is None:
+        if grammar is None:
             try:
-                kept = self._compile(job, text, cancelled)
+                grammar = self._compile(job, text, cancelled)
             except UsageError as error:
-                kept = error
-            self._keep(key, kept)
-        if isinstance(kept, UsageError):
-            raise UsageError(kept.message, kept.hint, param=kept.param or job.field)
-        return kept
+                grammar = error
+            self._keep(key, grammar)
+        if isinstance(grammar, UsageError):
+            raise UsageError(grammar.message, grammar.hint, param=grammar.param or job.field)
+        return grammar
 
     def _compile(self, job: GrammarJob, text: str, cancelled: Callable[[], bool]) -> CompiledGrammar:
         kind, resolved = job.answer or Grammar("lark", field=job.field), None

@@ -2,12 +2,9 @@
 
 import contextlib
 import secrets
-import signal
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
-from typing import Any, Self
 
 from bough.cli import view
 from bough.cli.chat import conversation as saved
@@ -16,32 +13,12 @@ from bough.cli.chat.backend import Backend, ModelSource, ReplyEnd
 from bough.cli.chat.conversation import ChatSettings, Conversation, Message
 from bough.cli.chat.input import Keyboard, Lines, Source, history_file, unechoed
 from bough.cli.chat.screen import ChatReply, PlainReply, TerminalReply, on_terminal
+from bough.cli.interrupt import Interrupt
 from bough.cli.streams import OutputFailed
 from bough.errors import BoughError, PromptTooLong, UsageError
 from bough.session.collected import GeneratedOutput
 
 LEAVING = ("exit", "quit", "bye")  # alone in a line, as in other programs
-
-
-class StopRequest:
-    """While entered, Ctrl-C requests the end of the reply; a second one, or `breakable`, raises at once."""
-
-    def __init__(self, *, breakable: bool):
-        self.requested = False
-        self._breakable = breakable
-        self._before: Any = None
-
-    def __enter__(self) -> Self:
-        self._before = signal.signal(signal.SIGINT, self._caught)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGINT, self._before)
-
-    def _caught(self, _number: int, _frame: FrameType | None) -> None:
-        again, self.requested = self.requested, True
-        if again or self._breakable:
-            raise KeyboardInterrupt
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +151,10 @@ class Chat:
         if comparable:
             same = "the same text" if now.text == previous.text else "another text"
             self.screen.note(f"{same} · {now.tok_s:.1f} tok/s now, {previous.tok_s:.1f} tok/s before")
-        elif now.text == previous.text and self._temperature == 0:
-            self.screen.notice("The same text: the temperature is 0. `/set temperature 0.7` samples.")
+        elif now.text == previous.text:
+            greedy = "the temperature is 0. `/set temperature 0.7` samples."
+            certain = "by another seed, too, the model is that sure. `/set temperature 1` gives others."
+            self.screen.notice(f"The same text: {greedy if self._temperature == 0 else certain}")
 
     @property
     def _temperature(self) -> float | None:
@@ -216,7 +195,7 @@ class Chat:
     def _answer(self, seed: int) -> None:
         """Stream a reply and append it to the conversation, incomplete if it was interrupted."""
         reply: ChatReply = TerminalReply() if self._terminal else PlainReply(quiet=self._quiet)
-        stop = StopRequest(breakable=self.backend.breakable)
+        stop = Interrupt(patience_s=0 if self.backend.breakable else None)
         received, ended = GeneratedOutput(), None
         failure: BoughError | None = None
         events = self.backend.reply(
