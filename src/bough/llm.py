@@ -37,8 +37,9 @@ from bough.session.requests import (
     Vector,
     VectorOptions,
 )
+from bough.session.session import Session
 from bough.session.vector_prompts import shortened
-from bough.session.worker import EngineWorker, TextSession
+from bough.session.worker import EngineWorker
 from bough.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -187,7 +188,7 @@ class LLM:
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     @property
-    def session(self) -> TextSession:
+    def session(self) -> Session:
         """Return what the model was loaded into."""
         if self._closed:
             raise UsageError(f"the LLM {self.name} is closed", "make another one")
