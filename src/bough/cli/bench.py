@@ -256,7 +256,10 @@ def _show(
     headings = (report.title(head), "Steps")
     for heading, (columns, cases) in zip(headings, report.tables(results).items(), strict=True):
         view.table(heading, columns, cases)
-    for remark in (report.disturbance(head), report.cut_short(results)):
+    source, beside = report.published(head, results)
+    if beside:
+        view.table(f"Beside what is published, by {source}", report.BESIDE, beside)
+    for remark in (report.mismatch(head), report.disturbance(head), report.cut_short(results)):
         if remark:
             screen.notice(remark.replace("**", ""))
     skipped = sum("skipped" in line for line in results)

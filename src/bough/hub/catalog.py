@@ -80,6 +80,8 @@ class ModelCard:
     effort: str  # of its reasoning where a request does not say; empty: its template's default
     shape: Shape | None  # None: of a pair that is part of the package
     sampling: Mapping[str, Sampling]  # recommended, by mode; empty: what the file recommends
+    published: Mapping[str, float]  # acceptance lengths that others measured with the draft, by suite
+    published_by: str
 
 
 def cards() -> tuple[ModelCard, ...]:
@@ -162,6 +164,7 @@ def _read(path: Path) -> ModelCard:
     match, settings = (table.table(key) for key in ("match", "settings"))
     sampling = table.table("sampling") if table.has("sampling") else None
     pair = table.table("pair") if table.has("pair") else None
+    published = table.table("published") if table.has("published") else None
     card = ModelCard(
         name=table.name("name"),
         title=table.take("title", str),
@@ -181,6 +184,8 @@ def _read(path: Path) -> ModelCard:
         effort=settings.take("effort", str, ""),
         shape=_shape(table.table("shape")) if table.has("shape") else None,
         sampling={} if sampling is None else {mode: _sampling(sampling.table(mode)) for mode in MODES},
+        published_by="" if published is None else published.take("by", str),
+        published={} if published is None else published.floats(),
     )
     for part in (table, match, settings, sampling, pair):
         if part is not None:
@@ -244,6 +249,10 @@ class _Table:
         if type(value) is not list or len(value) != count or any(type(each) is not int for each in value):
             raise ModelFileError(f"{self._source}: {key} is {value!r}, needed {count} whole numbers")
         return tuple(value)
+
+    def floats(self) -> dict[str, float]:
+        """Return all values that are left."""
+        return {key: self.take(key, float) for key in list(self._values)}
 
     def name(self, key: str) -> str:
         value = self.take(key, str)

@@ -97,6 +97,7 @@ class DraftWatch:
         self.diagnosis = cause and f"{seen}: {cause}"
         return self.diagnosis
 
+    @torch.inference_mode()
     def examine(self, tokens: Sequence[int], seconds: float = _SECONDS) -> str | None:
         """Return what is wrong with the draft, by trying other settings on a text; None: nothing."""
         if self._draft is None or self._target is None:
