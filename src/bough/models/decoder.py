@@ -10,8 +10,8 @@ from torch import Tensor
 from bough.errors import UnsupportedModel, UsageError
 from bough.gguf.quants import check_decodable
 from bough.gguf.reader import GGUFFile
-from bough.kernels.causal_conv import conv_index
-from bough.kernels.delta_rule import tree_order
+from bough.kernels.causal_conv import ConvRows, conv_index
+from bough.kernels.delta_rule import DeltaRows, tree_order
 from bough.kernels.norm_rope import add_rms_norm, rope_angles
 from bough.kernels.quant_matmul import ROW_BLOCK, Layout, PackedRows, Unfinished
 from bough.kernels.slot_mapping import SlotMapping, slot_mapping
@@ -298,14 +298,17 @@ class Decoder:
         tables = (buffers.lengths, buffers.page_table, buffers.pending.path, buffers.pending.count)
         ragged = {"first": step.first, "spare_page": buffers.spare_page}
         mapping = slot_mapping(step.slots, *tables, rows=step.rows, page=page, **ragged)
-        pending, index, order = _pending(mapping), None, None
+        pending, conv, delta = _pending(mapping), None, None
         if self.spec.delta is not None:
             parents = step.tokens[:, :0] if step.parents is None else step.parents
             tree, width = step.ancestors, self.spec.delta.conv_width
             if step.first is not None and tree is not None:
                 parents, tree = parents[0], tree[0]
             index = conv_index(parents, width, pending.count, pending.path.shape[1], step.first)
-            order = None if tree is None else tree_order(tree, step.first, step.most)
+            conv = ConvRows(step.slots, pending.path, pending.count, index, step.first)
+            if tree is not None:
+                order = tree_order(tree, step.first, step.most)
+                delta = DeltaRows(step.slots, pending.count, order, step.first, step.most)
         return ForwardContext(
             batch=len(step.tokens),
             slots=step.slots,
@@ -313,9 +316,8 @@ class Decoder:
             sin=sin,
             ancestors=step.ancestors,
             first=step.first,
-            most=step.most,
-            conv_index=index,
-            tree_order=order,
+            conv=conv,
+            delta=delta,
             page_table=mapping.page_table,
             lengths=mapping.lengths,
             pages=mapping.pages,

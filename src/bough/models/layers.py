@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from bough.kernels.attention import chunk_attention, paged_attention
-from bough.kernels.causal_conv import chunk_heads, tree_conv
-from bough.kernels.delta_rule import fold_path, slot_delta, tree_delta
+from bough.kernels.causal_conv import ConvRows, ConvWeights, chunk_heads, tree_conv
+from bough.kernels.delta_rule import DeltaRows, fold_path, slot_delta, tree_delta
 from bough.kernels.experts import ExpertStack, combine, expert_matmul, route_rows
 from bough.kernels.experts import reference as plain_experts
 from bough.kernels.norm_rope import cache_heads, gated_rms_norm, silu_mul, silu_rows
@@ -30,9 +30,8 @@ class ForwardContext:
     sin: Tensor
     ancestors: Tensor | None  # [B, T] bits, for a tree; None for a chunk
     first: Tensor | None  # [S + 1] first row of each sequence, for ragged rows
-    most: int  # rows of a tree, at most
-    conv_index: Tensor | None  # [B, P + T, conv width] for delta layers; a chunk has no tree rows
-    tree_order: Tensor | None  # [B, T] visits of a tree's rows, for delta layers; [T] of ragged rows
+    conv: ConvRows | None  # for delta layers, where a chunk has no tree rows
+    delta: DeltaRows | None  # the same of a tree
     page_table: Tensor  # [S, P]
     lengths: Tensor  # [S]
     pages: Tensor  # [B * T] slot mapping of the rows in the KV cache: the page,
@@ -128,9 +127,12 @@ class GatedDelta:
         names = [f"{block}.{part}.weight" for part in ("attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha")]
         self._in = loader.projections(names, [delta.channels, delta.inner, heads, heads], spec.width)
         self._out = loader.matrix(f"{block}.ssm_out.weight", spec.width, delta.inner)
-        self._conv = loader.vector(f"{block}.ssm_conv1d.weight", delta.channels, delta.conv_width)
-        self._decay = loader.vector(f"{block}.ssm_a", heads)
-        self._time_bias = loader.vector(f"{block}.ssm_dt.bias", heads)
+        self._conv = ConvWeights(
+            loader.vector(f"{block}.ssm_conv1d.weight", delta.channels, delta.conv_width),
+            loader.vector(f"{block}.ssm_a", heads),
+            loader.vector(f"{block}.ssm_dt.bias", heads),
+            delta.key_heads,
+        )
         self._norm = loader.vector(f"{block}.ssm_norm.weight", delta.head_dim)
         self.takes_packed, self._out_takes_packed = takes_packed(self._in), takes_packed(self._out)
 
@@ -145,58 +147,20 @@ class GatedDelta:
         """Return [B, T, width] of normed x [B, T, width]; with `partial_sums`, as such where possible."""
         batch = context.batch
         inputs, gate, beta, alpha = by_sequence(self._in(x), batch)
-        out = (self._chunk if context.ancestors is None else self._tree)(
-            inputs, alpha, beta, context, buffers
-        )
-        pack = self._out_takes_packed
-        h = gated_rms_norm(out, gate, self._norm, self._eps, pack=pack)
+        rows = (inputs, alpha, beta) if context.first is None else (inputs[0], alpha[0], beta[0])
+        assert context.conv is not None
+        if context.delta is not None:
+            out = tree_delta(
+                tree_conv(*rows, self._conv, buffers, context.conv), buffers.state, context.delta
+            )
+            out = out.view(batch, -1, *out.shape[-2:])
+        else:
+            fold_path(self._conv, buffers, context.conv)
+            heads = chunk_heads(*rows, self._conv, buffers, context.conv)
+            out = slot_delta(heads, buffers.state, context.slots)
+        h = gated_rms_norm(out, gate, self._norm, self._eps, pack=self._out_takes_packed)
         sums = self._out.partial_sums(h) if partial_sums else self._out(h)
         return sums if isinstance(sums, Unfinished) else by_sequence((sums,), batch)[0]
-
-    def _tree(
-        self, inputs: Tensor, alpha: Tensor, beta: Tensor, context: ForwardContext, buffers: DeltaBuffers
-    ) -> Tensor:
-        assert context.conv_index is not None and context.tree_order is not None
-        if context.first is not None:
-            inputs, alpha, beta = inputs[0], alpha[0], beta[0]
-        rows = tree_conv(
-            inputs,
-            alpha,
-            beta,
-            self._conv,
-            self._decay,
-            self._time_bias,
-            window=buffers.window,
-            tree_inputs=buffers.tree_inputs,
-            tree_gates=buffers.tree_gates,
-            slots=context.slots,
-            path=context.pending.path,
-            count=context.pending.count,
-            index=context.conv_index,
-            key_heads=self._delta.key_heads,
-            first=context.first,
-        )
-        out = tree_delta(
-            *rows,
-            buffers.state,
-            slots=context.slots,
-            count=context.pending.count,
-            order=context.tree_order,
-            first=context.first,
-            most=context.most,
-        )
-        return out if context.first is None else out[None]
-
-    def _chunk(
-        self, inputs: Tensor, alpha: Tensor, beta: Tensor, context: ForwardContext, buffers: DeltaBuffers
-    ) -> Tensor:
-        slots, pending = context.slots, context.pending
-        rest: dict[str, Any] = {"window": buffers.window, "tree_inputs": buffers.tree_inputs, "slots": slots}
-        rest |= {"path": pending.path, "count": pending.count, "key_heads": self._delta.key_heads}
-        saved: dict[str, Any] = {"tree_gates": buffers.tree_gates, "index": context.conv_index}
-        fold_path(buffers.state, self._conv, **saved, **rest)
-        rows = chunk_heads(inputs, alpha, beta, self._conv, self._decay, self._time_bias, **rest)
-        return slot_delta(*rows, buffers.state, slots=slots)
 
 
 class FeedForward:

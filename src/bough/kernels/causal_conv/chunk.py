@@ -8,7 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bough.kernels.causal_conv.records import ConvRows, ConvWeights, DeltaBuffers, DeltaHeads
 from bough.kernels.causal_conv.reference import L2_EPS
+from bough.kernels.causal_conv.triton_kernels import takes_tree_conv
 
 ROWS = 16  # of a program; more than a window, so only the first program reads the window
 
@@ -98,43 +100,35 @@ def _chunk_conv_kernel(
         tl.store(window + target, kept.to(window.dtype.element_ty), mask=wanted[:, None])
 
 
+takes_chunk_heads = takes_tree_conv
+
+
 def chunk_heads(
-    inputs: Tensor,
-    alpha: Tensor,
-    beta: Tensor,
-    weight: Tensor,
-    decay: Tensor,
-    bias: Tensor,
-    *,
-    window: Tensor,
-    tree_inputs: Tensor,
-    slots: Tensor,
-    path: Tensor,
-    count: Tensor,
-    key_heads: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    inputs: Tensor, alpha: Tensor, beta: Tensor, weights: ConvWeights, buffers: DeltaBuffers, rows: ConvRows
+) -> DeltaHeads:
     """See reference.chunk_heads; q and k are float16."""
-    batch, rows, channels = inputs.shape
-    value_heads, width = alpha.shape[2], weight.shape[1]
-    dim = channels // (2 * key_heads + value_heads)
+    batch, count, _ = inputs.shape
+    key_heads, value_heads, dim = weights.key_heads, len(weights.decay), weights.head_dim
+    parameters, width = (weights.taps, weights.decay, weights.bias), weights.taps.shape[1]
+    window, saved, tables = buffers.window, buffers.tree_inputs, (rows.slots, rows.path, rows.count)
     assert width <= ROWS, f"a convolution over {width} rows, at most {ROWS}"
-    for part in (weight, decay, bias, window, tree_inputs, slots, path, count):
+    for part in (*parameters, window, saved, *tables):
         assert part.is_contiguous(), f"{part.shape}, strides {part.stride()}"
-    assert window.dtype == tree_inputs.dtype, f"{window.dtype}, {tree_inputs.dtype}"
+    assert window.dtype == saved.dtype, f"{window.dtype}, {saved.dtype}"
     # One row stride each: they may be slices of one matmul output.
     inputs, alpha, beta = (x if x.stride(-1) == 1 else x.contiguous() for x in (inputs, alpha, beta))
     inputs, alpha, beta = (x.flatten(0, 1) for x in (inputs, alpha, beta))
 
     def new(heads: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(batch, rows, heads, *shape, dtype=dtype, device=inputs.device)
+        return torch.empty(batch, count, heads, *shape, dtype=dtype, device=inputs.device)
 
     q, k = (new(key_heads, dim, dtype=torch.float16) for _ in range(2))
-    v, g, strength = new(value_heads, dim), new(value_heads), new(value_heads)
-    _chunk_conv_kernel[(triton.cdiv(rows, ROWS), 2 * key_heads + value_heads, batch)](
-        inputs, alpha, beta, weight, decay, bias, window, tree_inputs, slots, path, count,
-        q, k, v, g, strength, inputs.stride(0), alpha.stride(0), beta.stride(0), rows, path.shape[1],
-        tree_inputs.shape[1], L2_EPS, dim**-0.5,
+    heads = DeltaHeads(q, k, new(value_heads, dim), new(value_heads), new(value_heads))
+    _chunk_conv_kernel[(triton.cdiv(count, ROWS), 2 * key_heads + value_heads, batch)](
+        inputs, alpha, beta, *parameters, window, saved, *tables,
+        *heads, inputs.stride(0), alpha.stride(0), beta.stride(0), count, rows.path.shape[1],
+        saved.shape[1], L2_EPS, dim**-0.5,
         KEY_HEADS=key_heads, VALUE_HEADS=value_heads, D=dim, WIDTH=width, ROWS=ROWS,
         WINDOW=triton.next_power_of_2(max(1, width - 1)), num_warps=4,
     )  # fmt: skip
-    return q, k, v, g, strength
+    return heads
