@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from bough.gguf.types import QuantType
+from bough.kernels.attention import cpu as attention_cpu
 from bough.kernels.attention import paged_attention
 from bough.kernels.attention import prefill as chunk_attention
-from bough.kernels.attention import reference as attention_reference
 from bough.kernels.causal_conv import ConvRows, ConvWeights, DeltaBuffers, DeltaHeads
 from bough.kernels.causal_conv import chunk as chunk_conv
 from bough.kernels.causal_conv import cuda as conv_cuda
@@ -241,7 +241,7 @@ class PagedStep:
 
     def reference(self) -> Tensor:
         """Return the attention in float64."""
-        return attention_reference.paged_attention(
+        return attention_cpu.paged_attention(
             self.q.double(), *self.pools, *self.mapping, window=self.window, gate=self.gate.double()
         )
 
@@ -264,7 +264,7 @@ class AttentionChunk:
         return chunk_attention.chunk_attention(self.q, *self.cache, span=self.span, gate=self.gate)
 
     def reference(self) -> Tensor:
-        return attention_reference.paged_attention(self.q, *self.cache, None, gate=self.gate)
+        return attention_cpu.paged_attention(self.q, *self.cache, None, gate=self.gate)
 
 
 def _pool_with_nan(format: str, pages: int, kv_heads: int, dim: int, used: Tensor) -> HeadPool:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bough.kernels.attention import reference as attention
+from bough.kernels.attention import cpu as attention
 from bough.kernels.attention import triton_kernels as attention_kernel
 from bough.kernels.causal_conv import ConvRows, ConvWeights, DeltaBuffers
 from bough.kernels.causal_conv import reference as conv

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from bough.kernels import causal_conv, delta_rule
+from bough.kernels.attention import cpu as attention
 from bough.kernels.attention import prefill
-from bough.kernels.attention import reference as attention
 from bough.kernels.causal_conv import ConvRows, ConvWeights, DeltaBuffers, DeltaHeads
 from bough.kernels.causal_conv import chunk as conv_chunk
 from bough.kernels.causal_conv import reference as conv

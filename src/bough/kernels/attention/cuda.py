@@ -138,6 +138,13 @@ def tile_of(
     return made(min(wide, key=lambda size: (-(-queries // size) * (size + _TILE_COST), -size)))
 
 
+def takes_paged_attention(
+    q: Tensor, keys: HeadPool, values: HeadPool, *tables: Tensor | None, **options: object
+) -> bool:
+    """Return whether the kernel takes them, for a tree: tables are page_table, lengths, ancestors, first."""
+    return tables[2] is not None and takes(q, keys, values)
+
+
 def takes(q: Tensor, keys: HeadPool, values: HeadPool) -> bool:
     """Return whether the kernel takes these queries and this KV cache on this card."""
     if q.dtype != torch.float32 or q.shape[-1] != DIM or keys.dim != DIM or values.dim != DIM:

@@ -150,6 +150,10 @@ def takes(pool: HeadPool) -> bool:
     return 16 <= pool.dim <= 256 and pool.dim & (pool.dim - 1) == 0
 
 
+def takes_chunk_attention(q: Tensor, keys: HeadPool, *rest: object, **options: object) -> bool:
+    return takes(keys)
+
+
 def chunk_attention(
     q: Tensor,
     keys: HeadPool,
@@ -160,7 +164,7 @@ def chunk_attention(
     span: int,
     gate: Tensor | None = None,
 ) -> Tensor:
-    """See reference.paged_attention without ancestors; span: of the longest sequence, rows included."""
+    """See cpu.paged_attention without ancestors; span: of the longest sequence, rows included."""
     q = q.contiguous()
     batch, rows, heads, dim = q.shape
     kv_heads, page = keys.codes.shape[1:3]

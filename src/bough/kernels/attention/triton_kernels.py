@@ -528,6 +528,17 @@ def ragged_attention(
 paged_attention = partial(tree_rows, ragged_attention)
 
 
+def takes_paged_attention(
+    q: Tensor, keys: HeadPool, values: HeadPool, *tables: Tensor | None, **options: object
+) -> bool:
+    """Return whether the kernel takes them, for a tree: tables are page_table, lengths, ancestors, first."""
+    return tables[2] is not None and takes(keys) and takes(values)
+
+
+def takes_block_attention(q: Tensor, *rest: object, **options: object) -> bool:
+    return q.shape[-1] >= 16  # of a tensor-core mma
+
+
 def block_attention(
     q: Tensor,
     k: Tensor,
@@ -542,7 +553,7 @@ def block_attention(
     window: int | None,
     causal: bool,
 ) -> Tensor:
-    """See reference.block_attention."""
+    """See cpu.block_attention."""
     q, k, v = (x.contiguous() for x in (q, k, v))
     rows, heads, dim = q.shape[1:]
     kv_heads = k.shape[2]

@@ -16,7 +16,7 @@ from torch import Tensor
 from bough.gguf.quants import dequantise
 from bough.gguf.types import QuantType
 from bough.kernels import attention, causal_conv, commit, delta_rule, experts, norm_rope, slot_mapping, tree
-from bough.kernels.attention import reference as attention_reference
+from bough.kernels.attention import cpu as attention_cpu
 from bough.kernels.causal_conv import ConvRows, ConvWeights, DeltaBuffers
 from bough.kernels.causal_conv import reference as conv_reference
 from bough.kernels.check.inputs import PAGE, Random, random_trees
@@ -396,7 +396,7 @@ def _tree_attention(shapes: Shapes, random: Random, kv: _Formats, rows: int, siz
     return Work(
         lambda: [attention.paged_attention(context.q, *tables, window=shapes.window, gate=context.gate)],
         lambda: [
-            attention_reference.paged_attention(
+            attention_cpu.paged_attention(
                 context.q.double(), *tables, window=shapes.window, gate=context.gate.double()
             )
         ],
@@ -414,7 +414,7 @@ def _prompt_attention(shapes: Shapes, random: Random, kv: _Formats, sizes: Sizes
     return Work(
         lambda: [attention.chunk_attention(context.q, *tables, span=span, gate=context.gate)],
         lambda: [
-            attention_reference.paged_attention(context.q.double(), *tables, None, gate=context.gate.double())
+            attention_cpu.paged_attention(context.q.double(), *tables, None, gate=context.gate.double())
         ],
         2e-2 if "bf16" in kv else 3e-3,
         flops=2 * sizes.chunk * heads * dim * (span + 70),
@@ -472,7 +472,7 @@ def _draft_attention(shapes: Shapes, random: Random) -> Work:
     options: dict[str, Any] = {"window": None, "causal": False}
     return Work(
         lambda: [attention.block_attention(q, k, v, *rest, **options)],
-        lambda: [attention_reference.block_attention(q.double(), k.double(), v.double(), *rest, **options)],
+        lambda: [attention_cpu.block_attention(q.double(), k.double(), v.double(), *rest, **options)],
         3e-3,
     )
 

@@ -315,6 +315,10 @@ def tensors(pool: HeadPool) -> tuple[Tensor, Tensor]:
     return pool.codes, pool.codes if pool.scales is None else pool.scales
 
 
+def takes_cache_heads(*heads: object, keys: HeadPool, values: HeadPool, **rest: object) -> bool:
+    return takes(keys) and takes(values)
+
+
 def cache_heads(
     q: Tensor,
     k: Tensor,

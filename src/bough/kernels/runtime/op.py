@@ -28,7 +28,7 @@ def op(reference: Callable[P, R], operation: str, **modules: str) -> Callable[P,
         if device.type == "cuda":
             for backend, module in modules.items():
                 if runs(operation, _backend(backend), device):
-                    kernels = import_module(f"{package}.{module}")
+                    kernels = import_module(f".{module}", package)
                     takes = getattr(kernels, f"takes_{name}", None)
                     if takes is None or takes(*args, **kwargs):
                         return getattr(kernels, name)(*args, **kwargs)
