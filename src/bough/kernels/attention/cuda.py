@@ -199,7 +199,7 @@ def ragged_attention(
     """Return the attention [R, H, D] of q [R, H, D]: rows first[b] to first[b + 1] - 1 are sequence b's tree.
 
     first [S + 1] begins with 0, and rows from first[S] on are padding, whose output is zero; without it all
-    trees have as many rows. A tree has at most MAX_ROWS rows. ancestors, gate: see reference.paged_attention,
+    trees have as many rows. A tree has at most MAX_ROWS rows. ancestors, gate: see cpu.paged_attention,
     for R rows.
     """
     q, ancestors = q.contiguous(), ancestors.contiguous()
