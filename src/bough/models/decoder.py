@@ -22,7 +22,9 @@ from bough.models.layers import (
     ForwardContext,
     GatedDelta,
     Mixer,
+    Norm,
     by_sequence,
+    in_stream,
     takes_packed,
 )
 from bough.models.measure import MeasuringLoader, measured, weight_loader
@@ -92,26 +94,23 @@ class Block:
 
     def __init__(self, spec: ModelSpec, loader: WeightLoader, index: int):
         block = f"blk.{index}"
-        self._eps = spec.eps
-        self._mixer_norm = loader.vector(f"{block}.attn_norm.weight", spec.width)
+        mixer_norm = loader.vector(f"{block}.attn_norm.weight", spec.width)
         kind = Attention if spec.layers[index] == "attention" else GatedDelta
         self._mixer: Mixer = kind(spec, loader, block)
-        self._ffn_norm = loader.vector(f"{block}.{spec.family.feed_forward_norm}.weight", spec.width)
+        ffn_norm = loader.vector(f"{block}.{spec.family.feed_forward_norm}.weight", spec.width)
         self._ffn: FeedForward | Experts
         if spec.experts is not None:
             self._ffn = Experts(spec, loader, block)
         else:
             self._ffn = FeedForward(loader, block, width=spec.width, inner=spec.feed_forward)
+        self.norm = Norm(mixer_norm, spec.eps, self._mixer.takes_packed)
+        self._ffn_norm = Norm(ffn_norm, spec.eps, self._ffn.takes_packed)
+        self._mixer.fused = self._ffn_norm.pack
 
     @property
     def routed(self) -> Sequence[Any]:
         """Return the matrices of routed experts."""
         return self._ffn.routed if isinstance(self._ffn, Experts) else ()
-
-    @property
-    def takes_packed(self) -> bool:
-        """Return whether the first norm packs its rows, and so can reduce partial sums."""
-        return self._mixer.takes_packed
 
     def __call__(
         self,
@@ -120,22 +119,18 @@ class Block:
         context: ForwardContext,
         buffers: AttentionBuffers | DeltaBuffers,
         *,
-        partial_sums: bool,
+        fused: bool,
     ) -> tuple[Tensor, Tensor, Tensor | Unfinished]:
         """Return the residual stream before and within the block, and the block's output, to be added to it.
 
         x [B, T, width] and `add`, the previous block's output, are the residual stream before this block.
-        Additions are fused with the following norm. `partial_sums`: the next norm can reduce partial sums.
+        `fused`: the next norm packs its rows, and can complete the output.
         """
-        pack, pack_ffn = self.takes_packed, self._ffn.takes_packed
-        residual, h = add_rms_norm(x, add, self._mixer_norm, self._eps, pack=pack)
-        mixed = self._mixer(h, context, buffers, partial_sums=pack_ffn)
-        x, h = add_rms_norm(residual, mixed, self._ffn_norm, self._eps, pack=pack_ffn)
-        if partial_sums and isinstance(self._ffn, FeedForward) and isinstance(h, PackedRows):
-            out = self._ffn.partial_sums(h)
-        else:
-            out = self._ffn(h)
-        return residual, x, out if isinstance(out, Unfinished) else out.view_as(x)
+        residual, rows = self.norm(x, add)
+        mixed = self._mixer(rows, context, buffers)
+        x, rows = self._ffn_norm(residual, mixed)
+        out = self._ffn.unfinished(rows) if fused else self._ffn(rows)
+        return residual, x, in_stream(out, context.batch)
 
 
 class Decoder:
@@ -276,8 +271,8 @@ class Decoder:
         copies = []
         for index, block in enumerate(self._blocks):
             last = index + 1 == len(self._blocks)
-            partial_sums = pack if last else self._blocks[index + 1].takes_packed
-            residual, x, add = block(x, add, context, buffers().layers[index], partial_sums=partial_sums)
+            fused = pack if last else self._blocks[index + 1].norm.pack
+            residual, x, add = block(x, add, context, buffers().layers[index], fused=fused)
             copies += [(part, residual) for tap, part in zip(taps, parts, strict=True) if tap == index - 1]
             # A chunk's streams are large; a tree's are copied at the end, off the critical path.
             if step.is_chunk:

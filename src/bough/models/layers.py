@@ -1,8 +1,7 @@
 """The layers of a decoder block: attention, Gated DeltaNet, feed-forward, experts. They own no state."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -13,7 +12,7 @@ from bough.kernels.causal_conv import ConvRows, ConvWeights, chunk_heads, tree_c
 from bough.kernels.delta_rule import DeltaRows, fold_path, slot_delta, tree_delta
 from bough.kernels.experts import ExpertStack, combine, expert_matmul, route_rows
 from bough.kernels.experts import reference as plain_experts
-from bough.kernels.norm_rope import cache_heads, gated_rms_norm, silu_mul, silu_rows
+from bough.kernels.norm_rope import add_rms_norm, cache_heads, gated_rms_norm, silu_mul, silu_rows
 from bough.kernels.quant_matmul import PackedRows, PackedWeight, Unfinished, pack_rows
 from bough.models.spec import ModelSpec
 from bough.models.step import AttentionBuffers, DeltaBuffers, Pending
@@ -51,18 +50,37 @@ def takes_packed(*users: Matrix | Projections) -> bool:
     return len(tiles) == len(matrices) and tiles[0].data.is_cuda
 
 
-def by_sequence(parts: tuple[Tensor, ...], batch: int) -> list[Tensor]:
+def by_sequence(parts: Iterable[Tensor], batch: int) -> list[Tensor]:
     """Return outputs of packed rows, [B * T, N], as [B, T, N]; others have that shape already."""
     return [part if part.ndim > 2 else part.unflatten(0, (batch, -1)) for part in parts]
+
+
+def in_stream(out: Tensor | Unfinished, batch: int) -> Tensor | Unfinished:
+    """Return a layer's output as the norm takes it that adds it to the residual stream."""
+    return out if isinstance(out, Unfinished) else by_sequence([out], batch)[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """The norm of the residual stream, fused with the addition before it."""
+
+    weight: Tensor
+    eps: float
+    pack: bool  # matmuls with tiles read its rows; it can complete what the layer before left unfinished
+
+    def __call__(self, x: Tensor, add: Tensor | Unfinished | None) -> tuple[Tensor, Tensor | PackedRows]:
+        """Return the stream x [B, T, width] plus `add`, and its norm."""
+        return add_rms_norm(x, add, self.weight, self.eps, pack=self.pack)
 
 
 class Mixer(Protocol):
     """A layer that mixes tokens; `buffers` are those of its kind."""
 
     takes_packed: bool
+    fused: bool  # the next norm completes its output
 
     def __call__(
-        self, x: Tensor | PackedRows, context: ForwardContext, buffers: Any, *, partial_sums: bool = False
+        self, x: Tensor | PackedRows, context: ForwardContext, buffers: Any
     ) -> Tensor | Unfinished: ...
 
 
@@ -76,6 +94,7 @@ class Attention:
         names = [f"{block}.attn_{part}.weight" for part in "qkv"]
         self._qkv = loader.projections(names, [query, kv, kv], width)
         self._out = loader.projections([f"{block}.attn_output.weight"], [width], spec.heads * spec.head_dim)
+        self.fused = False
         self.takes_packed, self._out_takes_packed = takes_packed(self._qkv), takes_packed(self._out)
         self._norms: list[Tensor | None] = [None, None]
         if spec.family.query_key_norm:
@@ -86,10 +105,8 @@ class Attention:
         x: Tensor | PackedRows,
         context: ForwardContext,
         buffers: AttentionBuffers,
-        *,
-        partial_sums: bool = False,
     ) -> Tensor | Unfinished:
-        """Return [B, T, width] of normed x [B, T, width]; with `partial_sums`, as such where possible."""
+        """Return [B, T, width] of normed x [B, T, width]."""
         spec = self._spec
         q, k, v = by_sequence(self._qkv(x), context.batch)
         gate = None
@@ -110,10 +127,9 @@ class Attention:
             tree = (context.ancestors, context.first)
             out = paged_attention(q, keys, values, *tables, *tree, window=context.window, gate=gate)
         out = out.flatten(-2)
-        if not (partial_sums and self._out_takes_packed):
+        if not (self.fused and self._out_takes_packed):
             return self._out(out)[0]
-        sums = self._out.partial_sums(pack_rows(out.flatten(0, 1)))[0]
-        return sums if isinstance(sums, Unfinished) else by_sequence((sums,), context.batch)[0]
+        return in_stream(self._out.partial_sums(pack_rows(out.flatten(0, 1)))[0], context.batch)
 
 
 class GatedDelta:
@@ -134,6 +150,7 @@ class GatedDelta:
             delta.key_heads,
         )
         self._norm = loader.vector(f"{block}.ssm_norm.weight", delta.head_dim)
+        self.fused = False
         self.takes_packed, self._out_takes_packed = takes_packed(self._in), takes_packed(self._out)
 
     def __call__(
@@ -141,10 +158,8 @@ class GatedDelta:
         x: Tensor | PackedRows,
         context: ForwardContext,
         buffers: DeltaBuffers,
-        *,
-        partial_sums: bool = False,
     ) -> Tensor | Unfinished:
-        """Return [B, T, width] of normed x [B, T, width]; with `partial_sums`, as such where possible."""
+        """Return [B, T, width] of normed x [B, T, width]."""
         batch = context.batch
         inputs, gate, beta, alpha = by_sequence(self._in(x), batch)
         rows = (inputs, alpha, beta) if context.first is None else (inputs[0], alpha[0], beta[0])
@@ -159,8 +174,7 @@ class GatedDelta:
             heads = chunk_heads(*rows, self._conv, buffers, context.conv)
             out = slot_delta(heads, buffers.state, context.slots)
         h = gated_rms_norm(out, gate, self._norm, self._eps, pack=self._out_takes_packed)
-        sums = self._out.partial_sums(h) if partial_sums else self._out(h)
-        return sums if isinstance(sums, Unfinished) else by_sequence((sums,), batch)[0]
+        return in_stream(self._out.partial_sums(h) if self.fused else self._out(h), batch)
 
 
 class FeedForward:
@@ -175,13 +189,13 @@ class FeedForward:
     def __call__(self, x: Tensor | PackedRows) -> Tensor:
         """Return [..., width] of x [..., width], or [M, width] of packed rows [M, width]."""
         shape = (x.rows,) if isinstance(x, PackedRows) else x.shape[:-1]
-        return self._out(self._activated(x, prod(shape))).view(*shape, -1)
+        return self._out(self._activated(x)).view(*shape, -1)
 
-    def partial_sums(self, x: PackedRows) -> Tensor | Unfinished:
-        """Return the same, as partial sums where the kernels can leave them."""
-        return self._out.partial_sums(self._activated(x, x.rows))
+    def unfinished(self, x: Tensor | PackedRows) -> Tensor | Unfinished:
+        """Return the same for a norm that completes it, where the kernels can leave it unfinished."""
+        return self._out.partial_sums(self._activated(x)) if isinstance(x, PackedRows) else self(x)
 
-    def _activated(self, x: Tensor | PackedRows, rows: int) -> Tensor | PackedRows:
+    def _activated(self, x: Tensor | PackedRows) -> Tensor | PackedRows:
         pack = self._out_takes_packed
         gate, up = self._in.partial_sums(x) if pack else self._in(x)
         return silu_mul(gate, up, pack=pack)
@@ -215,6 +229,8 @@ class Experts:
         assert isinstance(x, Tensor), "packed rows for a router"
         flat = x.flatten(0, -2)
         return (self._grouped if isinstance(self._down, ExpertStack) else self._by_expert)(flat).view_as(x)
+
+    unfinished = __call__  # its sum needs no norm
 
     def _grouped(self, x: Tensor) -> Tensor:
         """Multiply with all chosen experts at once; no host/device synchronisation."""
