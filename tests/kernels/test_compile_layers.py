@@ -81,7 +81,7 @@ NUMBERS = {
     "sequences",
     "spare_page",
     "size",
-    "each",
+    "tree_rows",
 }
 HEAD = {"D": 256, "HALF": 32, "BLOCK": 256, "NORM": True, "INTERLEAVED": False}
 SPLIT = {"KV": 4, "GROUP": 6, "D": 256, "BLOCK": 256, "SPLITS": attention.SPLITS}

@@ -137,7 +137,7 @@ KERNELS = {
         {"COLUMNS": triton_kernels.TOKENS, "ROWS": 64, **constants(HOT[0])},
     ),
 }
-NUMBERS = ("rows", "pairs", "each", "depth", "all_tiles", "expert_tiles")
+NUMBERS = ("rows", "pairs", "share", "depth", "all_tiles", "expert_tiles")
 WARPS = {"matmul": triton_kernels._WARPS, "combine": 4, "route 1": 1}
 LARGE = ("matmul",)  # take seconds: compiled for one card of each kind
 
@@ -149,7 +149,7 @@ def test_triton_kernels_fit_every_card(card: str) -> None:
         if name in LARGE and card not in ("sm_86", "gfx942"):
             continue
         types = dict.fromkeys(NUMBERS, "i32")
-        types |= dict.fromkeys(("chosen", "order", "chunks", "count"), "*i32") | {"packed": "*fp16"}
+        types |= dict.fromkeys(("expert_ids", "order", "chunks", "count"), "*i32") | {"packed": "*fp16"}
         if name == "matmul":
             types["x"] = "*fp16"
         used = shared_memory(kernel, target, sizes, scalars=types, num_warps=WARPS.get(name, 8))

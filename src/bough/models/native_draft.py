@@ -122,13 +122,13 @@ class NativeDraft(DFlashDraft):
             self._scores = torch.empty(size(threads, 2 * span))
 
     def _rings(self, buffers: DraftBuffers, slot: int) -> "ctypes.Array[Ring]":
-        spec, made = self.spec, []
+        spec, rings = self.spec, []
         for index, (keys, values) in enumerate(zip(buffers.keys, buffers.values, strict=True)):
             assert keys.dtype == values.dtype == torch.float32 and keys[slot].is_contiguous()
             window = spec.window if spec.layers[index] == "sliding" else 0
             addresses = (keys[slot].data_ptr(), values[slot].data_ptr())
-            made.append(Ring(*addresses, keys.shape[1], window, spec.causal[index]))
-        return (Ring * len(made))(*made)
+            rings.append(Ring(*addresses, keys.shape[1], window, spec.causal[index]))
+        return (Ring * len(rings))(*rings)
 
     def _keep(self, tensor: Tensor) -> int:
         """Return a tensor's address, and hold the tensor."""
@@ -137,9 +137,9 @@ class NativeDraft(DFlashDraft):
         return tensor.data_ptr()
 
     def _matrix(self, loader: NativeLoader, name: str, rows: int, columns: int) -> native.Matrix:
-        made = loader.packed_matrix(name, rows, columns)
-        self._held.append(made)
-        return made.struct
+        packed = loader.packed_matrix(name, rows, columns)
+        self._held.append(packed)
+        return packed.struct
 
     def _layer(self, loader: NativeLoader, index: int) -> Layer:
         spec, block = self.spec, f"blk.{index}"

@@ -39,8 +39,8 @@ def paged_attention(
         for item, (begin, end) in enumerate(pairwise(first.tolist())):
             if end > begin:
                 tables = (page_table[item, None], lengths[item, None], ancestors[:, begin:end])
-                own = None if gate is None else gate[:, begin:end]
-                rows = paged_attention(q[:, begin:end], keys, values, *tables, window=window, gate=own)
+                opening = None if gate is None else gate[:, begin:end]
+                rows = paged_attention(q[:, begin:end], keys, values, *tables, window=window, gate=opening)
                 out[:, begin:end] = rows
         return out
     rows, heads = q.shape[1:3]

@@ -49,12 +49,12 @@ def ordered_attention(
 def _path_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
     """Return [KV, group, D] of scaled q [KV, group, D] at the last position of k, v [KV, positions, D]."""
     position = k.shape[1] - 1
-    own = position // BLOCK
-    splits = next((splits for last, splits in TIERS if own <= last), SPLITS)
+    newest = position // BLOCK
+    splits = next((splits for last, splits in TIERS if newest <= last), SPLITS)
     # Blocks before the last two by splits; the last two each by itself.
-    parts = [list(range(n, own - 1, splits)) for n in range(min(splits, own - 1))]
-    parts += [[n] for n in (own - 1, own) if n >= 0]
-    at = torch.arange(BLOCK * (own + 1), device=q.device)
+    parts = [list(range(n, newest - 1, splits)) for n in range(min(splits, newest - 1))]
+    parts += [[n] for n in (newest - 1, newest) if n >= 0]
+    at = torch.arange(BLOCK * (newest + 1), device=q.device)
     seen = at <= position
     if window is not None:
         seen &= (at < SINKS) | (at > position - window)

@@ -17,17 +17,17 @@ ROWS = 16  # of a program; more than a window, so only the first program reads t
 
 @triton.jit
 def _before(
-    at, wanted, taken, item, slot, channels, window, stash, path, PATH, SAVED,
+    at, needed, taken, item, slot, channels, window, stash, path, PATH, SAVED,
     CHANNELS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Inputs of path and window before the chunk, the newest at -1; zero if not wanted."""
     from_path = taken + at
-    kept = wanted & (from_path >= 0)
-    saved = tl.load(path + item * PATH + from_path, mask=kept, other=0)
+    on_path = needed & (from_path >= 0)
+    saved = tl.load(path + item * PATH + from_path, mask=on_path, other=0)
     new = stash + ((slot * SAVED + saved) * CHANNELS)[:, None] + channels[None, :]
     old = window + ((slot * (WIDTH - 1) + from_path + WIDTH - 1) * CHANNELS)[:, None] + channels[None, :]
-    x = tl.load(new, mask=kept[:, None], other=0.0).to(tl.float32)
-    return x + tl.load(old, mask=(wanted & (from_path < 0))[:, None], other=0.0).to(tl.float32)
+    x = tl.load(new, mask=on_path[:, None], other=0.0).to(tl.float32)
+    return x + tl.load(old, mask=(needed & (from_path < 0))[:, None], other=0.0).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["T", "PATH", "SAVED"])
@@ -85,19 +85,19 @@ def _chunk_conv_kernel(
 
     if block == 0:
         entry = tl.arange(0, WINDOW).to(tl.int64)
-        wanted = entry < WIDTH - 1
+        inside = entry < WIDTH - 1
         newest = T - (WIDTH - 1) + entry
-        kept = tl.load(
+        newest_inputs = tl.load(
             inputs + ((item * T + newest) * input_stride)[:, None] + channels[None, :],
-            mask=(wanted & (newest >= 0))[:, None], other=0.0,
+            mask=(inside & (newest >= 0))[:, None], other=0.0,
         ).to(window.dtype.element_ty).to(tl.float32)  # fmt: skip
-        kept += _before(
-            newest, wanted & (newest < 0), taken, item, slot, channels, window, stash, path, PATH, SAVED,
+        newest_inputs += _before(
+            newest, inside & (newest < 0), taken, item, slot, channels, window, stash, path, PATH, SAVED,
             CHANNELS, WIDTH,
         )  # fmt: skip
         tl.debug_barrier()  # all reads of the old window are done
         target = ((slot * (WIDTH - 1) + entry) * CHANNELS)[:, None] + channels[None, :]
-        tl.store(window + target, kept.to(window.dtype.element_ty), mask=wanted[:, None])
+        tl.store(window + target, newest_inputs.to(window.dtype.element_ty), mask=inside[:, None])
 
 
 takes_chunk_heads = takes_tree_conv

@@ -52,8 +52,8 @@ def conv_index(parents: Tensor, width: int, count: Tensor, path: int, first: Ten
     [N], those of sequence s from first[s] to first[s + 1]; the result is [B * path + N, width].
     """
     if first is not None:
-        own = (parents[begin:end][None] for begin, end in pairwise(first.tolist()))
-        parts = (conv_index(p, width, n, path)[0] for p, n in zip(own, count.split(1), strict=True))
+        trees = (parents[begin:end][None] for begin, end in pairwise(first.tolist()))
+        parts = (conv_index(p, width, n, path)[0] for p, n in zip(trees, count.split(1), strict=True))
         return torch.cat([*parts, parents.new_zeros(len(parents) - int(first[-1]), width)])
     batch, rows = parents.shape
     chain = torch.arange(-1, path - 1, device=parents.device).expand(batch, -1)

@@ -51,21 +51,21 @@ def _convolved(
         at = tl.load(index + (item * PATH + begin + rows) * WIDTH + tap, mask=live, other=0)
         old = at < WIDTH - 1
         new = at >= WIDTH - 1 + PATH
-        kept = (at >= WIDTH - 1) & (at < WIDTH - 1 + PATH)
-        saved = tl.load(path + item * PATH + at - (WIDTH - 1), mask=live & kept, other=0)
+        on_path = (at >= WIDTH - 1) & (at < WIDTH - 1 + PATH)
+        saved = tl.load(path + item * PATH + at - (WIDTH - 1), mask=live & on_path, other=0)
         x = tl.load(
             window + ((slot * (WIDTH - 1) + at) * CHANNELS)[:, None] + channels[None, :],
             mask=(live & old)[:, None], other=0.0,
         ).to(tl.float32)  # fmt: skip
         x += tl.load(
             stash + ((slot * SAVED + saved) * CHANNELS)[:, None] + channels[None, :],
-            mask=(live & kept)[:, None], other=0.0,
+            mask=(live & on_path)[:, None], other=0.0,
         ).to(tl.float32)  # fmt: skip
-        own = tl.load(
+        step_inputs = tl.load(
             inputs + ((begin + at - (WIDTH - 1) - PATH) * input_stride)[:, None] + channels[None, :],
             mask=(live & new)[:, None], other=0.0,
         )  # fmt: skip
-        x += own.to(stash.dtype.element_ty).to(tl.float32)
+        x += step_inputs.to(stash.dtype.element_ty).to(tl.float32)
         factor = tl.load(weight + channels * WIDTH + tap)
         sum_ += x * factor[None, :]
     return sum_ * tl.sigmoid(sum_)
@@ -144,24 +144,24 @@ def _conv_kernel(
 
     # The new window: the last inputs of [old window, path].
     entry = tl.arange(0, WINDOW)
-    wanted = entry < WIDTH - 1
+    inside = entry < WIDTH - 1
     from_ = taken + entry
-    was_old = wanted & (from_ < WIDTH - 1)
-    was_path = wanted & (from_ >= WIDTH - 1)
-    chosen = tl.load(path + item * PATH + from_ - (WIDTH - 1), mask=was_path, other=0)
+    was_old = inside & (from_ < WIDTH - 1)
+    was_path = inside & (from_ >= WIDTH - 1)
+    path_row = tl.load(path + item * PATH + from_ - (WIDTH - 1), mask=was_path, other=0)
     moved = tl.load(
         window + ((slot * (WIDTH - 1) + from_) * CHANNELS)[:, None] + channels[None, :],
         mask=was_old[:, None], other=0.0,
     )  # fmt: skip
     moved += tl.load(
-        stash + ((slot * SAVED + chosen) * CHANNELS)[:, None] + channels[None, :],
+        stash + ((slot * SAVED + path_row) * CHANNELS)[:, None] + channels[None, :],
         mask=was_path[:, None], other=0.0,
     )  # fmt: skip
 
     tl.debug_barrier()  # all reads of old rows are done
     target = ((slot * (WIDTH - 1) + entry) * CHANNELS)[:, None] + channels[None, :]
     if tree_rows > 0:
-        tl.store(window + target, moved, mask=wanted[:, None])
+        tl.store(window + target, moved, mask=inside[:, None])
     for start in range(0, tree_rows, ROWS):
         tree = start + tl.arange(0, ROWS)
         live = tree < tree_rows

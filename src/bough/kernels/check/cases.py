@@ -5,7 +5,7 @@ in this package: one that no case launches fails it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -87,11 +87,11 @@ Cases = Iterator[tuple[str, str, Callable[[], Work]]]
 def cases_of(shapes: Shapes, device: torch.device, sizes: Sizes = QUICK) -> list[Case]:
     """Return the cases of a model's shapes; nothing is computed until one is made."""
     random = Random(device)
-    found: list[Case] = []
+    cases: list[Case] = []
     for group in (_matmuls, _norms, _experts, _attention, _drafts, _delta, _steps, _sampling, _embeddings):
         for operation, variant, make in group(shapes, random, sizes):
-            found.append(Case(operation, variant, partial(_made, random, make), shapes.name))
-    return found
+            cases.append(Case(operation, variant, partial(_made, random, make), shapes.name))
+    return cases
 
 
 def _made(random: Random, make: Callable[[], Work]) -> Work:
@@ -339,10 +339,10 @@ def _routing(shapes: Shapes, random: Random, rows: int) -> Work:
     def reference() -> Outputs:
         both = torch.cat([layer.router, layer.gate[None]]).double()
         logits = layer.x.double() @ both.T
-        weights, chosen = experts_reference.route(logits[:, :-1], layer.used)
+        weights, expert_ids = experts_reference.route(logits[:, :-1], layer.used)
         parts = outputs.double().view(rows, layer.used, -1)
         total = experts_reference.combine(layer.x.double(), logits[:, -1], parts, weights)
-        return [logits, weights, chosen.int(), total]
+        return [logits, weights, expert_ids.int(), total]
 
     return Work(run, reference, 1e-4, read=layer.router.nbytes)
 
@@ -654,8 +654,8 @@ def _mapping(random: Random) -> Work:
 
     def compute(module: ModuleType) -> Outputs:
         padded = module.padded_tree(rows, count, slot, lengths, size=16)
-        found = module.slot_mapping(slot, lengths, table, path, counts, rows=16, page=PAGE)
-        return [padded, found.lengths, found.page_table, found.pages, found.offsets, found.path, found.count]
+        mapping = module.slot_mapping(slot, lengths, table, path, counts, rows=16, page=PAGE)
+        return [padded, *(getattr(mapping, field.name) for field in fields(mapping))]
 
     return Work(lambda: compute(slot_mapping), lambda: compute(mapping_reference), _EXACT)
 

@@ -102,7 +102,7 @@ def _scan_kernel(
     times, back = _factor(tl.maximum(peak, tl.max(tl.max(tl.abs(carried), 1), 0)))
     carried *= times
     wide = i[:, None] * (VALUE_HEADS * D) + dims[None, :]
-    own = i[:, None] * (VALUE_HEADS * D) + columns[None, :]
+    offsets = i[:, None] * (VALUE_HEADS * D) + columns[None, :]
     narrow = i[:, None] * (KEY_HEADS * D) + dims[None, :]
     square = i[:, None] * (VALUE_HEADS * C) + i[None, :]
     for run in range(0, runs):
@@ -114,7 +114,7 @@ def _scan_kernel(
         queries = tl.load(q + by_key + narrow, mask=live[:, None], other=0.0)
         seen = tl.load(attention + by_head * C + square, mask=live[:, None], other=0.0)
         keys = tl.load(k + by_key + narrow, mask=live[:, None], other=0.0)
-        target = values + by_head * D + own
+        target = values + by_head * D + offsets
         fresh = tl.load(target, mask=live[:, None], other=0.0)
         sums = tl.load(total + by_head + i * VALUE_HEADS, mask=live, other=0.0)
         last = tl.minimum((run + 1) * C, T) - 1
@@ -126,8 +126,8 @@ def _scan_kernel(
         result = tl.dot(seen, writes.to(tl.float16), result)
         tl.store(target, result * back, mask=live[:, None])
         # Rows after the last token write nothing, but the difference may be anything.
-        kept = tl.where(live, tl.exp(whole - sums), 0.0)
-        writes = (writes * kept[:, None]).to(tl.float16)
+        fade = tl.where(live, tl.exp(whole - sums), 0.0)
+        writes = (writes * fade[:, None]).to(tl.float16)
         carried = tl.dot(tl.trans(keys), writes, carried * tl.exp(whole))
     tl.store(band, carried * back)
 
@@ -196,8 +196,8 @@ def slot_delta(heads: DeltaHeads, state: Tensor, slots: Tensor) -> Tensor:
         q, k, v, g, beta, total, erase, attention, peaks, tokens, runs,
         **sizes, **prepare_tiles(dim, capability),
     )  # fmt: skip
-    chosen = scan_tiles(dim, capability)
-    _scan_kernel[(batch * value_heads, dim // chosen["COLUMNS"])](
-        q, k, v, total, erase, attention, peaks, state, slots, tokens, runs, **sizes, **chosen
+    bands = scan_tiles(dim, capability)
+    _scan_kernel[(batch * value_heads, dim // bands["COLUMNS"])](
+        q, k, v, total, erase, attention, peaks, state, slots, tokens, runs, **sizes, **bands
     )
     return v

@@ -79,8 +79,8 @@ def _scaled(rows, scales, row, present, GROUP: tl.constexpr):
     D: tl.constexpr = rows.shape[1]
     COUNT: tl.constexpr = D // GROUP
     source = scales + row[:, None] * COUNT + tl.arange(0, COUNT)[None, :]
-    each = tl.load(source, mask=present[:, None], other=0.0)
-    return tl.reshape(tl.reshape(rows, (N, COUNT, GROUP)) * each[:, :, None], (N, D))
+    group_scales = tl.load(source, mask=present[:, None], other=0.0)
+    return tl.reshape(tl.reshape(rows, (N, COUNT, GROUP)) * group_scales[:, :, None], (N, D))
 
 
 @triton.jit

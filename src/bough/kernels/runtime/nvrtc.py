@@ -44,8 +44,8 @@ def nvrtc() -> ctypes.CDLL | None:
     """Return the library, preferably of the CUDA version torch was built for; None if none is installed."""
     major = (torch.version.cuda or "13").split(".")[0]
     names = [f"libnvrtc.so.{major}", f"nvrtc64_{major}0_0.dll"]
-    found = importlib.util.find_spec("nvidia")
-    for folder in (found.submodule_search_locations or ()) if found else ():
+    package = importlib.util.find_spec("nvidia")
+    for folder in (package.submodule_search_locations or ()) if package else ():
         names += sorted(
             map(str, Path(folder).glob("*/lib/libnvrtc.so.*")), key=lambda name: f".so.{major}" not in name
         )
