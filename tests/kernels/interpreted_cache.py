@@ -1,4 +1,4 @@
-"""The Triton kernels that write and read the cache against their references; run by test_triton_cache."""
+"""The Triton kernels that write and read the cache against their references."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""The layers' Triton kernels against their references, in Triton's interpreter; run by test_triton_layers."""
+"""The layers' Triton kernels against their references, in Triton's interpreter."""
 
 import random
 from collections.abc import Iterator

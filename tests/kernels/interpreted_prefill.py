@@ -1,4 +1,4 @@
-"""The Triton kernels of prompt text against their references, in Triton's interpreter; for test_prefill."""
+"""The Triton kernels of prompt text against their references, in Triton's interpreter."""
 
 import pytest
 import torch

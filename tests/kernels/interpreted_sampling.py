@@ -1,4 +1,4 @@
-"""The sampling kernels against their references, in Triton's interpreter; run by test_sampling_triton."""
+"""The sampling kernels against their references, in Triton's interpreter."""
 
 from dataclasses import replace
 
