@@ -1,4 +1,4 @@
-"""Runs the interpreted kernels, each file in a process of its own: Triton chooses the interpreter at import."""
+"""Runs the interpreted kernels, a file in a process of its own: Triton chooses the interpreter at import."""
 
 import os
 import subprocess
