@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bough.kernels.runtime.device import Card
+from bough.kernels.runtime.device import GPUCard
 
 COMPILER = shutil.which("g++") or shutil.which("clang++") if sys.platform == "linux" else None
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs Linux and g++ or clang++")
@@ -166,7 +166,12 @@ class Emulation:
         self._patch, self._folder = patch, folder
 
     def __call__(
-        self, module: ModuleType, card: Card, bodies: Mapping[str, str], *caches: Any, backwards: bool = False
+        self,
+        module: ModuleType,
+        card: GPUCard,
+        bodies: Mapping[str, str],
+        *caches: Any,
+        backwards: bool = False,
     ) -> None:
         """`caches`: the cached functions of the module that hold kernels."""
 

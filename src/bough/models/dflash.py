@@ -121,7 +121,7 @@ class MarkovHead:
         return logsigmoid(logits if self._bias is None else logits + self._bias)[..., None]
 
 
-class DraftLayer:
+class DFlashLayer:
     def __init__(self, spec: DraftSpec, loader: WeightLoader, index: int):
         self._spec, self._index = spec, index
         block, width, kv = f"blk.{index}", spec.width, spec.kv_heads * spec.head_dim
@@ -275,7 +275,7 @@ class DFlashDraft:
         self.layouts = loader.layouts
         self._fuse = loader.matrix("fc.weight", spec.width, len(spec.taps) * spec.width)
         self._fuse_norm = loader.vector("enc.output_norm.weight", spec.width)
-        self._layers = [DraftLayer(spec, loader, index) for index in range(len(spec.layers))]
+        self._layers = [DFlashLayer(spec, loader, index) for index in range(len(spec.layers))]
         self._norm = loader.vector("output_norm.weight", spec.width)
         if spec.reduced:
             self._own = OwnVocabulary(spec, loader, vocabulary)

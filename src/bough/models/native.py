@@ -145,7 +145,7 @@ class NativeDecoder:
         self._scores, self._span = torch.empty(0), 0  # and the tokens that they are enough for
         self._bound: Buffers | None = None
         # Of the bound buffers, by slot.
-        self._calls: dict[int, tuple[ctypes.Array[LayerState], native.Step]] = {}
+        self._calls: dict[int, tuple[ctypes.Array[LayerState], native.NativeStep]] = {}
         self._taps: dict[tuple[int, ...], ctypes.Array[ctypes.c_int32]] = {}
 
     @classmethod
@@ -293,14 +293,14 @@ class NativeDecoder:
             self._span = 2 * span
             self._scores = torch.empty(self.library.c.tf_step_scores(self.library.threads, self._span))
 
-    def _slot(self, buffers: Buffers, slot: int) -> "tuple[ctypes.Array[LayerState], native.Step]":
+    def _slot(self, buffers: Buffers, slot: int) -> "tuple[ctypes.Array[LayerState], native.NativeStep]":
         """Return pointers to a slot's buffers, and a call with those that stay: made once for `buffers`."""
         if buffers is not self._bound:
             self._bound, self._calls = buffers, {}
         if slot not in self._calls:
             pools = [layer.keys for layer in buffers.layers if isinstance(layer, AttentionBuffers)]
             table, path = buffers.page_table, buffers.pending.path
-            call = native.Step(
+            call = native.NativeStep(
                 page=pools[0].page if pools else 64,
                 pages=pools[0].codes.shape[0] if pools else table.numel(),
                 table=table.shape[1],
@@ -327,7 +327,7 @@ class NativeDecoder:
             loader.vector(f"{block}.{spec.family.feed_forward_norm}.weight", spec.width)
         )
 
-        def matrix(name: str, rows: int, columns: int) -> native.Matrix:
+        def matrix(name: str, rows: int, columns: int) -> native.NativeMatrix:
             packed = loader.packed_matrix(f"{block}.{name}.weight", rows, columns)
             self._held.append(packed)
             return packed.struct

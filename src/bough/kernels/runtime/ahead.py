@@ -37,7 +37,7 @@ def cores() -> int:
     return len(usable(0)) if usable else os.cpu_count() or 1
 
 
-class Checks(Protocol):
+class KernelChecks(Protocol):
     """The self-check of a model's kernels."""
 
     def begin(self, path: Path) -> None: ...
@@ -56,7 +56,7 @@ class CompileAhead:
         device: torch.device,
         *,
         facts: str,
-        check: Checks | None = None,
+        check: KernelChecks | None = None,
     ):
         """`rehearse`: runs on tensors without memory; `facts`: of the model, what decides its kernels."""
         self._device, self._check = device, check
