@@ -6,14 +6,14 @@ from pathlib import Path
 
 import triton
 
-from bough.kernels.runtime.device import GPUCard
+from bough.kernels.runtime.device import Card
 
 CARDS = {
-    "A100": GPUCard("sm_80", 108, 164 << 10, 163 << 10),
-    "RTX 3090": GPUCard("sm_86", 82, 100 << 10, 99 << 10),
-    "RTX 4090": GPUCard("sm_89", 128, 100 << 10, 99 << 10),
-    "H200": GPUCard("sm_90", 132, 228 << 10, 227 << 10),
-    "RTX 5090": GPUCard("sm_120", 170, 100 << 10, 99 << 10),
+    "A100": Card("sm_80", 108, 164 << 10, 163 << 10),
+    "RTX 3090": Card("sm_86", 82, 100 << 10, 99 << 10),
+    "RTX 4090": Card("sm_89", 128, 100 << 10, 99 << 10),
+    "H200": Card("sm_90", 132, 228 << 10, 227 << 10),
+    "RTX 5090": Card("sm_120", 170, 100 << 10, 99 << 10),
 }
 
 

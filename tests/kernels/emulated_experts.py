@@ -10,7 +10,7 @@ from torch import Tensor
 from bough.kernels.experts import cuda
 from bough.kernels.experts.stack import ExpertStack
 from bough.kernels.quant_matmul.rows import PackedRows, empty_rows
-from bough.kernels.runtime.device import GPUCard
+from bough.kernels.runtime.device import Card
 from tests.kernels.emulator import BODIES, compiled, pointers, with_bodies
 
 _RUN = """
@@ -36,7 +36,7 @@ def emulated_source() -> str:
 class EmulatedExperts:
     """The variant of experts.cu for a card, a layout and chunks of `tokens` pairs."""
 
-    def __init__(self, card: GPUCard, stack: ExpertStack, tokens: int, folder: Path):
+    def __init__(self, card: Card, stack: ExpertStack, tokens: int, folder: Path):
         self._stack, self._shape = stack, cuda.shape_of(card, stack.layout, tokens)
         macros = self._shape.defines(card, stack.layout)
         self._run = compiled(emulated_source(), folder, f"experts-{tokens}", macros).run

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bough.kernels.runtime.device import GPUCard
+from bough.kernels.runtime.device import Card
 
 COMPILER = shutil.which("g++") or shutil.which("clang++") if sys.platform == "linux" else None
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs Linux and g++ or clang++")
@@ -168,7 +168,7 @@ class Emulation:
     def __call__(
         self,
         module: ModuleType,
-        card: GPUCard,
+        card: Card,
         bodies: Mapping[str, str],
         *caches: Any,
         backwards: bool = False,

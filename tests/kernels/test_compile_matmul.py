@@ -23,19 +23,19 @@ from bough.kernels.quant_matmul.cuda import (
 from bough.kernels.quant_matmul.layout import DENSE, LAYOUTS, Layout
 from bough.kernels.quant_matmul.rows import BUCKETS
 from bough.kernels.quant_matmul.tiling import Tiling, built_in_tilings
-from bough.kernels.runtime.device import GPUCard
+from bough.kernels.runtime.device import Card
 from bough.kernels.runtime.nvrtc import compile_cubin
 from tests.kernels.cards import CARDS, tool_output
 
 HOT = [LAYOUTS[type] for type in (QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K, QuantType.Q8_0)]
 
 
-def built_in(card: GPUCard, bucket: int) -> Tiling:
+def built_in(card: Card, bucket: int) -> Tiling:
     return built_in_tilings(card.arch)[bucket]
 
 
 def resources(
-    card: GPUCard, layout: Layout, bucket: int, tiling: Tiling, folder: Path
+    card: Card, layout: Layout, bucket: int, tiling: Tiling, folder: Path
 ) -> dict[str, dict[str, int]]:
     """Return registers, stack bytes and static shared bytes of each kernel of a variant, from its cubin."""
     path, macros = folder / "variant.cubin", defines(card, layout, bucket, tiling)
@@ -48,7 +48,7 @@ def resources(
 
 @pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
 @pytest.mark.parametrize("bucket", [8, 24])
-def test_hot_variants_fit_every_card(card: GPUCard, bucket: int, tmp_path: Path) -> None:
+def test_hot_variants_fit_every_card(card: Card, bucket: int, tmp_path: Path) -> None:
     tiling = built_in(card, bucket)
     for layout in HOT if card.arch == "sm_90" else HOT[bucket == 8 :: 2]:
         found = resources(card, layout, bucket, tiling, tmp_path)
@@ -59,7 +59,7 @@ def test_hot_variants_fit_every_card(card: GPUCard, bucket: int, tmp_path: Path)
         assert fits(card, found["matmul"]["registers"], tiling)
 
 
-def fits(card: GPUCard, registers: int, tiling: Tiling) -> bool:
+def fits(card: Card, registers: int, tiling: Tiling) -> bool:
     """Registers are allocated in groups of four warps."""
     return 65536 // (registers * 32) // 4 * 4 >= 8 // row_tiles(card, tiling) * resident_blocks(card)
 
@@ -110,7 +110,7 @@ def test_every_layout_compiles(layout: Layout, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
-def test_rows_are_packed_on_every_card(card: GPUCard) -> None:
+def test_rows_are_packed_on_every_card(card: Card) -> None:
     assert compile_cubin(rows_source(), defines={"BULK": int(card.pdl)}, arch=card.arch, cached=False)
 
 

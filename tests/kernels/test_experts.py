@@ -11,7 +11,7 @@ from bough.kernels.experts import cuda, reference, triton_kernels
 from bough.kernels.experts.stack import ExpertStack, most_chunks, padded
 from bough.kernels.quant_matmul.layout import DENSE, LAYOUTS, Layout, pack
 from bough.kernels.quant_matmul.triton_kernels import constants
-from bough.kernels.runtime.device import GPUCard
+from bough.kernels.runtime.device import Card
 from bough.kernels.runtime.nvrtc import compile_cubin
 from tests.kernels.cards import CARDS, tool_output
 from tests.kernels.emulated_experts import EmulatedExperts
@@ -69,7 +69,7 @@ def test_the_cuda_kernel_is_the_reference_on_a_cpu(tmp_path: Path) -> None:
     assert torch.equal(own, found[0])
 
 
-def built(card: GPUCard, layout: Layout, tokens: int, folder: Path) -> tuple[cuda.ExpertTile, int, int]:
+def built(card: Card, layout: Layout, tokens: int, folder: Path) -> tuple[cuda.ExpertShape, int, int]:
     """Return the shape of a variant, its stack bytes and the shared bytes of a block."""
     shape = cuda.shape_of(card, layout, tokens)
     macros, path = shape.defines(card, layout), folder / "experts.cubin"
@@ -84,7 +84,7 @@ def built(card: GPUCard, layout: Layout, tokens: int, folder: Path) -> tuple[cud
 
 
 @pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
-def test_variants_fit_every_card(card: GPUCard, tmp_path: Path) -> None:
+def test_variants_fit_every_card(card: Card, tmp_path: Path) -> None:
     for layout, rows in zip(HOT, (1, 64, 2048), strict=True):
         tokens = cuda.chunk_tokens(card, HOT, rows)
         shape, stack, shared = built(card, layout, tokens, tmp_path)

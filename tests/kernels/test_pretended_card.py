@@ -19,7 +19,7 @@ from bough.kernels.quant_matmul import cuda as matmul_cuda
 from bough.kernels.quant_matmul.layout import LAYOUTS
 from bough.kernels.quant_matmul.tiling import built_in_tilings
 from bough.kernels.runtime import device
-from bough.kernels.runtime.device import GPUCard, capability_of, pretended
+from bough.kernels.runtime.device import Card, capability_of, pretended
 from bough.kernels.runtime.nvrtc import compile_cubin
 from tests.kernels.cards import CARDS
 
@@ -31,7 +31,7 @@ OTHERS = [card for card in CARDS.values() if card.arch != "sm_90"]
 
 
 @pytest.mark.parametrize("card", OTHERS, ids=lambda card: card.arch)
-def test_a_hopper_has_the_limits_of_the_other_card(card: GPUCard) -> None:
+def test_a_hopper_has_the_limits_of_the_other_card(card: Card) -> None:
     acting = pretended(card.arch, HOPPER, 132)
     assert (acting.shared_per_processor, acting.shared_per_block) == (
         card.shared_per_processor,
@@ -57,7 +57,7 @@ def test_every_decision_asks_for_the_pretended_card(monkeypatch: pytest.MonkeyPa
     assert capability_of(gpu) == (7, 5) and not device.usable(gpu)
 
 
-def sources(card: GPUCard) -> dict[str, tuple[str, dict[str, int], str]]:
+def sources(card: Card) -> dict[str, tuple[str, dict[str, int], str]]:
     """Return the source, the macros and the target of one variant of each CUDA C++ kernel."""
     layout, tiling = LAYOUTS[QuantType.Q4_K], built_in_tilings(card.arch)[24]
     tile = tile_of(card, "q8_0", "q8_0", 144)

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from bough.kernels.attention.cuda import NARROW, STORED, WIDE, Tile, tile_of
 from bough.kernels.attention.reference import SPLITS, TIERS
-from bough.kernels.runtime.device import GPUCard
+from bough.kernels.runtime.device import Card
 from bough.kernels.runtime.nvrtc import compile_cubin
 from tests.kernels.cards import CARDS, tool_output
 
 PAIRS = [(name, name) for name in STORED] + [("q8_0", "q4_0"), ("f16", "tq3_0"), ("q5_0", "bf16")]
 
 
-def resources(card: GPUCard, tile: Tile, folder: Path) -> tuple[int, int]:
+def resources(card: Card, tile: Tile, folder: Path) -> tuple[int, int]:
     """Return a thread's registers and bytes of stack, from the machine code."""
     path = folder / "tile.cubin"
     macros = tile.defines(card.pdl)
@@ -55,7 +55,7 @@ def test_a_row_leaves_room_for_a_second_block(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
-def test_every_card_has_tiles_for_small_codes(card: GPUCard, tmp_path: Path) -> None:
+def test_every_card_has_tiles_for_small_codes(card: Card, tmp_path: Path) -> None:
     for queries in (6, 48):
         tile = tile_of(card, "q4_0", "tq3_0", queries, window=queries == 6)
         assert tile is not None and tile.shared_bytes <= card.shared_per_block
@@ -79,7 +79,7 @@ def test_the_other_tiles_of_a_step_compile(name: str, tmp_path: Path) -> None:
     group=st.integers(1, 16),
 )
 def test_tiles_fit_and_their_existence_does_not_depend_on_the_rows(
-    card: GPUCard, pair: tuple[str, str], rows: int, group: int
+    card: Card, pair: tuple[str, str], rows: int, group: int
 ) -> None:
     tile = tile_of(card, *pair, rows * group)
     # Another kernel for other rows would give another result.

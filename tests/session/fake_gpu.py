@@ -11,7 +11,7 @@ import torch
 from bough.config import EngineConfig
 from bough.gguf.reader import GGUFFile
 from bough.kernels.runtime import backends
-from bough.kernels.runtime.device import GPUCard
+from bough.kernels.runtime.device import Card
 from bough.kernels.runtime.dry_run import DryRun
 from bough.memory.device import MemoryBudget
 from bough.memory.planner import MemoryPlan, MemoryPlanner
@@ -19,12 +19,12 @@ from bough.models.spec import ModelSpec
 from bough.session.building import rehearse
 
 GPU = torch.device("cuda", 0)
-H200 = GPUCard("sm_90", 132, 233472, 232448)
+H200 = Card("sm_90", 132, 233472, 232448)
 _KERNELS = ("attention", "causal_conv", "delta_rule", "experts", "norm_rope", "quant_matmul")
 
 
 @contextmanager
-def fake_gpu(card: GPUCard = H200) -> Iterator[None]:
+def fake_gpu(card: Card = H200) -> Iterator[None]:
     """Have torch and our kernels believe in a card; restores all of it, caches included."""
     capability = divmod(int(card.arch.removeprefix("sm_")), 10)
     with ExitStack() as stack:
@@ -59,7 +59,7 @@ def gpu_plan(path: Path, config: EngineConfig) -> MemoryPlan:
         return MemoryPlanner.create(file, spec, config, GPU, budget).plan()
 
 
-def dry_run(path: Path, config: EngineConfig, card: GPUCard = H200) -> DryRun:
+def dry_run(path: Path, config: EngineConfig, card: Card = H200) -> DryRun:
     """Return the launches of a model."""
     plan = gpu_plan(path, config)
     with fake_gpu(card), GGUFFile.open(path) as file, DryRun(GPU) as found:

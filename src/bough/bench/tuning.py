@@ -13,7 +13,7 @@ from bough.kernels.quant_matmul import cuda
 from bough.kernels.quant_matmul.layout import Layout, PackedWeight, pack
 from bough.kernels.quant_matmul.rows import BUCKETS
 from bough.kernels.quant_matmul.tiling import Tiling, built_in_tilings
-from bough.kernels.runtime.device import GPUCard
+from bough.kernels.runtime.device import Card
 
 Q = QuantType
 # Matrices (type, rows) that read the same x, and its columns.
@@ -54,7 +54,7 @@ class Found:
     differing: tuple[Tiling, ...]  # with other sums: never used
 
 
-def candidates(card: GPUCard, bucket: int, layouts: Iterable[Layout]) -> list[Tiling]:
+def candidates(card: Card, bucket: int, layouts: Iterable[Layout]) -> list[Tiling]:
     """Return the built-in tiling, and those that differ in one or two settings; each variant once."""
     built_in, layouts = built_in_tilings(card.arch)[bucket], list(layouts)
     other, grouped = not built_in.halfway, cuda.grouped(card, bucket)
@@ -75,7 +75,7 @@ def candidates(card: GPUCard, bucket: int, layouts: Iterable[Layout]) -> list[Ti
 
 
 def tune(
-    card: GPUCard,
+    card: Card,
     layouts: Iterable[Layout],
     measure: Callable[[Sequence[Tiling], int], Iterable[MeasuredTiling]],
     *,

@@ -236,9 +236,9 @@ class Decoder:
         """Return the same for a draft, whose numbers never reach the text; -inf after its shortlist."""
         if self._draft_head is None:
             return self.logits(hidden)
-        shortlist = self._draft_head(hidden, exact=True)
-        logits = shortlist.new_full((*shortlist.shape[:-1], self.spec.vocab_size), -torch.inf)
-        logits[..., : shortlist.shape[-1]] = shortlist
+        found = self._draft_head(hidden, exact=True)
+        logits = found.new_full((*found.shape[:-1], self.spec.vocab_size), -torch.inf)
+        logits[..., : found.shape[-1]] = found
         return logits
 
     def limit_drafts(self, tokens: int) -> None:

@@ -116,12 +116,12 @@ class MarkovHead:
         """Return the log probability [K, n, 1] that the next token is accepted after the tokens before it."""
         if self._confidence is None:
             return None
-        of_hidden, pair = self._confidence.split([self._width, len(self._confidence) - self._width])
-        logits = (hidden @ of_hidden)[:, None] + self._before(before) @ pair
+        own, pair = self._confidence.split([self._width, len(self._confidence) - self._width])
+        logits = (hidden @ own)[:, None] + self._before(before) @ pair
         return logsigmoid(logits if self._bias is None else logits + self._bias)[..., None]
 
 
-class DFlashLayer:
+class DraftLayer:
     def __init__(self, spec: DraftSpec, loader: WeightLoader, index: int):
         self._spec, self._index = spec, index
         block, width, kv = f"blk.{index}", spec.width, spec.kv_heads * spec.head_dim
@@ -255,9 +255,9 @@ class OwnVocabulary:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [..., vocabulary] of the target's tokens; -inf for those that it does not know."""
-        draft_logits = self._head(hidden, exact=True)
-        every = draft_logits.new_full((*draft_logits.shape[:-1], self._vocabulary), -torch.inf)
-        return every.index_copy_(-1, self._ids, draft_logits)
+        own = self._head(hidden, exact=True)
+        every = own.new_full((*own.shape[:-1], self._vocabulary), -torch.inf)
+        return every.index_copy_(-1, self._ids, own)
 
 
 class DFlashDraft:
@@ -275,7 +275,7 @@ class DFlashDraft:
         self.layouts = loader.layouts
         self._fuse = loader.matrix("fc.weight", spec.width, len(spec.taps) * spec.width)
         self._fuse_norm = loader.vector("enc.output_norm.weight", spec.width)
-        self._layers = [DFlashLayer(spec, loader, index) for index in range(len(spec.layers))]
+        self._layers = [DraftLayer(spec, loader, index) for index in range(len(spec.layers))]
         self._norm = loader.vector("output_norm.weight", spec.width)
         if spec.reduced:
             self._own = OwnVocabulary(spec, loader, vocabulary)

@@ -15,7 +15,7 @@ from bough.kernels.kv_cache.reference import TQ3_LEVELS
 from bough.kernels.kv_cache.rotation import FIRST_SIGNS, LAST_SIGNS, group_size
 from bough.kernels.kv_cache.triton_kernels import tensors
 from bough.kernels.runtime.backends import runs
-from bough.kernels.runtime.device import GPUCard, card_of
+from bough.kernels.runtime.device import Card, card_of
 from bough.kernels.runtime.driver import Kernel, Module
 from bough.kernels.runtime.nvrtc import compile_cubin
 from bough.kernels.runtime.sources import pdl_source, warp_group_mma
@@ -60,7 +60,7 @@ class Tile:
     def shared_bytes(self) -> int:
         return _fixed_bytes(self.queries, self.grouped) + self.stages * _stage_bytes(self.keys, self.values)
 
-    def arch(self, card: GPUCard) -> str:
+    def arch(self, card: Card) -> str:
         return f"{card.target}a" if self.grouped else card.target
 
     def source(self) -> str:
@@ -112,7 +112,7 @@ def _fixed_bytes(queries: int, grouped: bool) -> int:
 
 
 def tile_of(
-    card: GPUCard, keys: str, values: str, queries: int, *, page: int = BLOCK, window: bool = False
+    card: Card, keys: str, values: str, queries: int, *, page: int = BLOCK, window: bool = False
 ) -> Tile | None:
     """Return the tile for `queries` queries of a KV head; None if two stages do not fit on the card.
 

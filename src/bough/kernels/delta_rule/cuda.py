@@ -10,7 +10,7 @@ from torch import Tensor
 from bough.kernels.causal_conv.records import DeltaHeads
 from bough.kernels.delta_rule.cpu import saved_states
 from bough.kernels.delta_rule.records import DeltaRows
-from bough.kernels.runtime.device import GPUCard, card_of
+from bough.kernels.runtime.device import Card, card_of
 from bough.kernels.runtime.driver import Kernel, Module
 from bough.kernels.runtime.nvrtc import compile_cubin
 from bough.kernels.runtime.sources import pdl_source
@@ -31,7 +31,7 @@ def shared_bytes(dim: int, warps: int, saved: int) -> int:
     return 4 * (_RING_ROWS * (2 * dim + MOST_WARPS * (COLUMNS + 4)) + saved * warps * COLUMNS * dim)
 
 
-def warps_of(card: GPUCard, dim: int, saved: int, *, groups: int, units: int) -> int:
+def warps_of(card: Card, dim: int, saved: int, *, groups: int, units: int) -> int:
     """Return the warps with columns of a block, for the fewest rounds and the least work of the busiest SM.
 
     groups: key heads of all sequences; units: warps of columns of a group. A row's bits do not depend on it.
@@ -63,7 +63,7 @@ def _module(dim: int, device: torch.device) -> Module:
     return Module(partial(compile_cubin, source(), defines=macros, arch=card.target), device)
 
 
-def spread(card: GPUCard, shared: int, blocks: int) -> int:
+def spread(card: Card, shared: int, blocks: int) -> int:
     """Return the shared memory with which an SM holds no more blocks than its share.
 
     With PDL the blocks start while other kernels run, and where SMs are free two would come to one.

@@ -13,7 +13,7 @@ from bough.kernels.quant_matmul.cuda import layout_defines
 from bough.kernels.quant_matmul.layout import Layout
 from bough.kernels.quant_matmul.rows import BUCKETS, PackedRows
 from bough.kernels.runtime import sources
-from bough.kernels.runtime.device import GPUCard, card_of
+from bough.kernels.runtime.device import Card, card_of
 from bough.kernels.runtime.driver import Kernel, Module
 from bough.kernels.runtime.nvrtc import compile_cubin
 
@@ -25,7 +25,7 @@ _ROUNDED = 128
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertTile:
+class ExpertShape:
     """The compile-time parameters of the kernel for chunks of `tokens` pairs on a card."""
 
     tokens: int
@@ -39,30 +39,30 @@ class ExpertTile:
     def stage_bytes(self, layout: Layout) -> int:
         return self.tiles * layout.tile_bytes + 2 * layout.unit * self.tokens
 
-    def stages(self, card: GPUCard, layout: Layout) -> int:
+    def stages(self, card: Card, layout: Layout) -> int:
         """Return the stages of the ring, of which two are needed."""
         share = min(card.shared_per_processor // self.resident - _RESERVED, card.shared_per_block)
         # An item of experts.cu is held for each stage; the compiler rounds their bytes up.
         return min(_MAX_STAGES, (share - _ROUNDED) // (self.stage_bytes(layout) + 12 + 8 * self.tokens))
 
-    def defines(self, card: GPUCard, layout: Layout) -> dict[str, int]:
+    def defines(self, card: Card, layout: Layout) -> dict[str, int]:
         sizes = {"TOKENS": self.tokens, "BLOCK_TILES": self.tiles, "RESIDENT": self.resident, "ROW_TILES": 1}
         return (
             layout_defines(layout) | sizes | {"STAGES": self.stages(card, layout), "OVERLAP": int(card.pdl)}
         )
 
 
-def shape_of(card: GPUCard, layout: Layout, tokens: int) -> ExpertTile:
+def shape_of(card: Card, layout: Layout, tokens: int) -> ExpertShape:
     """Return the shape with the most blocks of an SM, up to 512 threads, whose rings are deep enough.
 
     A step is bound by memory and needs more copies in flight than a prompt.
     """
     tiles, needed = (4, 3) if tokens <= SEVERAL else (8, 2)
-    shapes = [ExpertTile(tokens, tiles, resident) for resident in range(16 // tiles, 0, -1)]
+    shapes = [ExpertShape(tokens, tiles, resident) for resident in range(16 // tiles, 0, -1)]
     return next((shape for shape in shapes if shape.stages(card, layout) >= needed), shapes[-1])
 
 
-def chunk_tokens(card: GPUCard, layouts: Iterable[Layout], rows: int) -> int:
+def chunk_tokens(card: Card, layouts: Iterable[Layout], rows: int) -> int:
     """Return how many pairs a chunk has at most, for `rows` rows."""
     if rows <= BUCKETS[-1]:
         return FEW if rows <= FEW else SEVERAL
@@ -76,7 +76,7 @@ def source() -> str:
 
 
 @cache
-def _kernel(layout: Layout, tokens: int, device: torch.device) -> tuple[Kernel, ExpertTile]:
+def _kernel(layout: Layout, tokens: int, device: torch.device) -> tuple[Kernel, ExpertShape]:
     card = card_of(device)
     shape = shape_of(card, layout, tokens)
     macros = shape.defines(card, layout)

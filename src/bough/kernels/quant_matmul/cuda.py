@@ -15,7 +15,7 @@ from bough.kernels.quant_matmul.partial_sums import PartialSums
 from bough.kernels.quant_matmul.rows import BUCKETS, PackedRows, bucket_of, empty_rows
 from bough.kernels.quant_matmul.tiling import Tiling, built_in_tilings
 from bough.kernels.quant_matmul.tuned import TunedFile
-from bough.kernels.runtime.device import GPUCard, card_of, kind_of
+from bough.kernels.runtime.device import Card, card_of, kind_of
 from bough.kernels.runtime.driver import Kernel, Module
 from bough.kernels.runtime.dry_run import cache_tensor
 from bough.kernels.runtime.nvrtc import compile_cubin
@@ -46,18 +46,18 @@ def tilings_of(device: torch.device) -> dict[int, Tiling]:
     return {**built_in_tilings(card_of(device).arch), **TunedFile.default().load(kind_of(device))}
 
 
-def resident_blocks(card: GPUCard) -> int:
+def resident_blocks(card: Card) -> int:
     """Return how many blocks an SM holds at a time, for any number of rows."""
     return 2 if card.shared_per_processor >= 160 * 1024 else 1
 
 
-def block_tiles(card: GPUCard, layout: Layout) -> int:
+def block_tiles(card: Card, layout: Layout) -> int:
     """Return the tiles of 16 rows of a block: twice as many where an SM has one block, if two stages fit."""
     alone = resident_blocks(card) == 1 and not card.bulk_copies
     return 16 if alone and layout.low < 16 else 8
 
 
-def stage_layout(card: GPUCard, layout: Layout, bucket: int) -> Layout:
+def stage_layout(card: Card, layout: Layout, bucket: int) -> Layout:
     """Return the layout with the columns of a stage: half of a tile's where two stages would not fit.
 
     Bulk copies are of whole tiles.
@@ -67,30 +67,30 @@ def stage_layout(card: GPUCard, layout: Layout, bucket: int) -> Layout:
     return replace(layout, unit=COLUMN_BLOCK // 2) if halved else layout
 
 
-def _room(card: GPUCard) -> int:
+def _room(card: Card) -> int:
     """Return the bytes of the ring of a block that is alone on its SM."""
     return card.shared_per_block - _STATIC
 
 
-def _stage_bytes(card: GPUCard, stage: Layout, bucket: int) -> int:
+def _stage_bytes(card: Card, stage: Layout, bucket: int) -> int:
     return block_tiles(card, stage) * stage.tile_bytes + 2 * stage.unit * bucket
 
 
-def row_tiles(card: GPUCard, tiling: Tiling) -> int:
+def row_tiles(card: Card, tiling: Tiling) -> int:
     """Return the row tiles of a warp. Half as many warps need a second resident block."""
     return 2 if card.bulk_copies and resident_blocks(card) > 1 and tiling.wide else 1
 
 
-def grouped(card: GPUCard, rows: int) -> bool:
+def grouped(card: Card, rows: int) -> bool:
     """Return whether so many rows are packed for warp-group mma there."""
     return card.arch == "sm_90" and (bucket_of(rows) or 0) >= GROUPED_FROM
 
 
-def stage_bytes(card: GPUCard, layout: Layout, bucket: int) -> int:
+def stage_bytes(card: Card, layout: Layout, bucket: int) -> int:
     return _stage_bytes(card, stage_layout(card, layout, bucket), bucket)
 
 
-def stages(card: GPUCard, layout: Layout, bucket: int, tiling: Tiling) -> int:
+def stages(card: Card, layout: Layout, bucket: int, tiling: Tiling) -> int:
     """Return the stages of the ring: all resident blocks fit, else one block does; 0 if two stages do not.
 
     Whether it is 0 does not depend on the tiling.
@@ -105,7 +105,7 @@ def stages(card: GPUCard, layout: Layout, bucket: int, tiling: Tiling) -> int:
 
 
 @cache
-def max_rows(card: GPUCard, layout: Layout) -> int:
+def max_rows(card: Card, layout: Layout) -> int:
     """Return the largest bucket that fits, with any tiling."""
     tilings = built_in_tilings(card.arch)
     return max(bucket for bucket in BUCKETS if stages(card, layout, bucket, tilings[bucket]))
@@ -127,7 +127,7 @@ def layout_defines(layout: Layout) -> dict[str, int]:
 
 
 def defines(
-    card: GPUCard, layout: Layout, bucket: int, tiling: Tiling, *, grouped: bool = False
+    card: Card, layout: Layout, bucket: int, tiling: Tiling, *, grouped: bool = False
 ) -> dict[str, int]:
     """Return the macros of tiles.cu for one variant."""
     depth = stages(card, layout, bucket, tiling)
@@ -233,7 +233,7 @@ def _workspace(device: torch.device) -> Tensor:
     return torch.full((_MAX_GROUP, words), _UNWRITTEN, dtype=torch.int32, device=device)
 
 
-def partition(card: GPUCard, weight: PackedWeight) -> tuple[int, int, int]:
+def partition(card: Card, weight: PackedWeight) -> tuple[int, int, int]:
     """Return the blocks of the grid, the units of each, and how many blocks have one unit more."""
     blocks = -(-weight.data.shape[1] // block_tiles(card, weight.layout))
     units = blocks * weight.data.shape[0]

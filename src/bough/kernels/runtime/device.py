@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class GPUCard:
+class Card:
     """Two GPUs with equal properties run the same variants and compute the same bits."""
 
     arch: str  # such as sm_90
@@ -75,7 +75,7 @@ def usable(device: torch.device) -> bool:
     return (major, minor) >= (8, 0) and compiled_for(f"sm_{major}{minor}", architectures()) != _NOTHING
 
 
-def pretended(arch: str, real: tuple[int, int], processors: int) -> GPUCard:
+def pretended(arch: str, real: tuple[int, int], processors: int) -> Card:
     """Return a card of architecture `arch` on a GPU of compute capability `real`, with all of its SMs."""
     if arch not in _SHARED:
         names = ", ".join(_SHARED)
@@ -83,7 +83,7 @@ def pretended(arch: str, real: tuple[int, int], processors: int) -> GPUCard:
     # A driver compiles PTX for its own architecture and older ones.
     virtual = min(_capability(arch), real)
     of_processor, of_block = (size << 10 for size in _SHARED[arch])
-    return GPUCard(arch, processors, of_processor, of_block, f"compute_{virtual[0]}{virtual[1]}")
+    return Card(arch, processors, of_processor, of_block, f"compute_{virtual[0]}{virtual[1]}")
 
 
 def _capability(arch: str) -> tuple[int, int]:
@@ -91,14 +91,14 @@ def _capability(arch: str) -> tuple[int, int]:
 
 
 @cache
-def card_of(device: torch.device) -> GPUCard:
+def card_of(device: torch.device) -> Card:
     properties = torch.cuda.get_device_properties(device)
     arch = pretended_card()
     if arch is not None:
         real = (properties.major, properties.minor)
         return pretended(arch, real, properties.multi_processor_count)
     arch = f"sm_{properties.major}{properties.minor}"
-    return GPUCard(
+    return Card(
         arch,
         properties.multi_processor_count,
         properties.shared_memory_per_multiprocessor,
