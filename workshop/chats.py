@@ -43,6 +43,7 @@ def main(
     chats: int = 10,
     turns: int = 8,
     regenerate: int = 20,
+    question: str = "Tell me a joke in one sentence.",
     n_gen: int = 160,
     greedy: bool = False,
 ) -> None:
@@ -53,14 +54,12 @@ def main(
             **{name: getattr(sampling, name) for name in NAMED},
             **report.head("commit", "date", "settings"),
         )
-        lines = [one_chat(llm, number, turns, sampling, n_gen) for number in range(chats)]
+        for number in range(chats):
+            line = one_chat(llm, number, turns, sampling, n_gen)
+            report.check(f"chat {number}", line["in_a_chat"] <= 3 and line["run"] < 4, **line)
         answers = {
-            str(llm.chat("Tell me a joke in one sentence.", replace(sampling, seed=seed), max_tokens=60))
-            for seed in range(regenerate)
+            str(llm.chat(question, replace(sampling, seed=seed), max_tokens=60)) for seed in range(regenerate)
         }
-    for number, line in enumerate(lines):
-        passed = line["in_a_chat"] <= 3 and line["run"] < 4
-        report.check(f"chat {number}", passed, **line)
     report.check("regenerated", len(answers) == regenerate, answers=regenerate, different=len(answers))
 
 

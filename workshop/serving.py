@@ -19,13 +19,20 @@ START_S = 300
 class Served:
     url: str
     ready_s: float
+    process: subprocess.Popen[bytes]
 
 
 @contextlib.contextmanager
 def serving(
-    *arguments: object, ready: Callable[[dict[str, Any]], bool] = lambda health: True, **process: Any
+    *arguments: object,
+    ready: Callable[[dict[str, Any]], bool] = lambda health: True,
+    ends: bool = False,
+    **process: Any,
 ) -> Iterator[Served]:
-    """Run a server with these arguments on a free port; `process`: how it is started (`subprocess.Popen`)."""
+    """Run a server with these arguments on a free port.
+
+    ends: it may end before it is told to. process: how it is started (`subprocess.Popen`).
+    """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "bough", "serve", "--port", str(port), *map(str, arguments)]
@@ -35,7 +42,9 @@ def serving(
             if server.poll() is not None or time.perf_counter() - begin > START_S:
                 raise SystemExit(f"the server did not start: {' '.join(command)}")
             time.sleep(0.1)
-        yield Served(url, time.perf_counter() - begin)
+        yield Served(url, time.perf_counter() - begin, server)
+        if server.poll() is not None and not ends:
+            raise SystemExit(f"the server has ended with {server.returncode}")
     finally:
         server.send_signal(signal.SIGTERM)
         server.wait(60)

@@ -228,6 +228,16 @@ def test_the_switch_for_users(monkeypatch: pytest.MonkeyPatch) -> None:
         backends.choices("matmul")
 
 
+def test_without_nvrtc_all_is_triton_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    backends.leave_out_cuda()
+    assert all(backends.choices(operation)[0] != "cuda" for operation in backends.OPERATIONS)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("matmul, norms, experts, ") and "run in Triton, slower" in line
+    assert "matmul in Triton" in backends.identity()  # saved states of CUDA C++ kernels are others
+    backends.leave_out_cuda()
+    assert len(caplog.records) == 1
+
+
 @pytest.mark.parametrize(
     ("arch", "known", "target"),
     [

@@ -7,22 +7,11 @@ from torch import Tensor
 from bough.kernels.norm_rope import cuda, reference
 from bough.kernels.quant_matmul import PackedRows
 from tests.kernels.cards import CARDS
-from tests.kernels.emulator import HALVES, Emulation, emulate, needs_compiler
+from tests.kernels.emulator import EXCHANGE, HALVES, Emulation, emulate, needs_compiler
 
 __all__ = ["emulate"]
 pytestmark = needs_compiler
 EPS = 1e-6
-
-
-@pytest.fixture(autouse=True)
-def one_block_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks run one after the other here: none can wait for another one of its row."""
-    source = cuda.source()
-    begin = source.index("#if CLUSTER > 1 && OVERLAP")
-    alone, end = source.index("#else", begin), source.index("#endif", begin)
-    single = source[:begin] + source[alone + len("#else") : end] + source[end + len("#endif") :]
-    monkeypatch.setattr(cuda, "source", lambda: single)
-    monkeypatch.setattr(cuda, "CLUSTERS", dict.fromkeys(cuda.CLUSTERS, 1))
 
 
 def check(found: PackedRows, expected: Tensor) -> None:
@@ -36,7 +25,7 @@ def check(found: PackedRows, expected: Tensor) -> None:
 
 @pytest.mark.parametrize(("rows", "width"), [(3, 100), (5, 1024)])
 def test_rows_before_a_matmul(emulate: Emulation, rows: int, width: int) -> None:
-    emulate(cuda, CARDS["RTX 4090"], HALVES, cuda.kernel_of, backwards=width == 100)
+    emulate(cuda, CARDS["RTX 4090"], HALVES | EXCHANGE, cuda.kernel_of, backwards=width == 100)
     torch.manual_seed(rows)
     x, y = (torch.randn(1, rows, width) * torch.logspace(-4, 4, rows)[:, None] for _ in range(2))
     weight = torch.randn(width)
@@ -50,7 +39,7 @@ def test_rows_before_a_matmul(emulate: Emulation, rows: int, width: int) -> None
 
 @pytest.mark.parametrize(("heads", "dim"), [(5, 32), (3, 128)])
 def test_gated_heads(emulate: Emulation, heads: int, dim: int) -> None:
-    emulate(cuda, CARDS["RTX 4090"], HALVES, cuda.kernel_of)
+    emulate(cuda, CARDS["RTX 4090"], HALVES | EXCHANGE, cuda.kernel_of)
     torch.manual_seed(heads)
     x, gate, weight = torch.randn(1, 9, heads, dim), torch.randn(1, 9, heads * dim), torch.randn(dim)
     check(cuda.gated_rms_norm(x, gate, weight, EPS), reference.gated_rms_norm(x, gate, weight, EPS))

@@ -177,6 +177,10 @@ class Drafter(Protocol):
         """Return what the user should know since the end of a slot's text, in sentences; slot -1: ever."""
         ...
 
+    def examine(self, tokens: Sequence[int]) -> str | None:
+        """Return what is wrong with a draft, by trying other settings of it on a text; None: nothing."""
+        ...
+
     def shares(self, slot: int) -> Shares:
         """Return how many tokens of a slot's text were accepted of whom."""
         ...
@@ -230,6 +234,9 @@ class NoDrafter:
 
     def warnings(self, slot: int) -> list[str]:
         return []
+
+    def examine(self, tokens: Sequence[int]) -> str | None:
+        return None
 
     def shares(self, slot: int) -> Shares:
         return Shares()

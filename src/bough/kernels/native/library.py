@@ -31,9 +31,8 @@ class Layer(Structure):
     _fields_ = [
         ("attention", c_int32), ("inputs", c_int32), ("in_", NativeMatrix * 4), ("out", NativeMatrix),
         ("gate", NativeMatrix), ("up", NativeMatrix), ("down", NativeMatrix), ("norm", c_void_p),
-        ("ffn_norm", c_void_p), ("q_norm", c_void_p),
-        ("k_norm", c_void_p), ("conv", c_void_p), ("decay", c_void_p), ("time_bias", c_void_p),
-        ("state_norm", c_void_p),
+        ("ffn_norm", c_void_p), ("q_norm", c_void_p), ("k_norm", c_void_p), ("conv", c_void_p),
+        ("decay", c_void_p), ("time_bias", c_void_p), ("state_norm", c_void_p),
     ]  # fmt: skip
 
 

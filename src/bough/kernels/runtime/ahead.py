@@ -24,7 +24,7 @@ from bough.kernels.runtime.device import kind_of
 from bough.kernels.runtime.driver import driver_version
 from bough.kernels.runtime.dry_run import DryRun
 from bough.kernels.runtime.launchers import load_in_turn, settle_keys
-from bough.kernels.runtime.nvrtc import cache_folder
+from bough.kernels.runtime.nvrtc import cache_folder, nvrtc_version
 
 log = logging.getLogger(__name__)
 
@@ -147,8 +147,8 @@ def _digest(facts: str, device: torch.device) -> str:
     folder = Path(runtime.__path__[0]).parent
     files = sorted(path for kind in ("*.py", "*.cu") for path in folder.rglob(kind))
     sources = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    versions = (triton.__version__, torch.__version__, kind_of(device), driver_version(), kernel_choice())
-    return hashlib.sha256(repr((facts, sources, versions)).encode()).hexdigest()
+    versions = (triton.__version__, torch.__version__, nvrtc_version(), kind_of(device), driver_version())
+    return hashlib.sha256(repr((facts, sources, versions, kernel_choice())).encode()).hexdigest()
 
 
 def _touch(path: Path) -> None:
