@@ -116,11 +116,11 @@ class Attention:
         else:
             q = q.unflatten(-1, (spec.heads, spec.head_dim))
         k, v = (part.unflatten(-1, (spec.kv_heads, spec.head_dim)) for part in (k, v))
-        options = {"cos": context.cos, "sin": context.sin, "interleaved": spec.family.rope_interleaved}
         # Rows are read back from the KV cache, so that a tree's row and a committed token give equal results.
         keys, values = buffers.keys, buffers.values
-        cache = {"keys": keys, "values": values, "pages": context.pages, "offsets": context.offsets}
-        q = cache_heads(q, k, v, self._norms, spec.eps, **options, **cache)
+        cache: dict[str, Any] = {"keys": keys, "values": values, "pages": context.pages}
+        cache |= {"offsets": context.offsets, "interleaved": spec.family.rope_interleaved}
+        q = cache_heads(q, k, v, self._norms, spec.eps, context.cos, context.sin, **cache)
         tables = (context.page_table, context.lengths)
         if context.ancestors is None:
             out = chunk_attention(q, keys, values, *tables, span=context.span, gate=gate)
