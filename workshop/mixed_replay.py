@@ -68,7 +68,7 @@ def record(session: Session, messages: list[Any], tokens: int) -> list[Step]:
     found = []
     for index, anchor in enumerate(answer[:-1]):
         report = engine.drafter.compared(sequence.slot, anchor, len(sequence.tokens) - 1)
-        engine.probe(sequence, Tree.root(anchor), draft=False)
+        engine.pipeline.probe(sequence, Tree.root(anchor), draft=False)
         following = answer[index + 1 :]
         found.append([followed(each, following) for each in (*report.alone, report)])
         engine.drafter.learn_compared(report, following[: len(found[-1][-1][1])])

@@ -44,7 +44,7 @@ def record(session: Session, prompt: str) -> list[list[list[float]]]:
         engine.step()
     found = []
     for index, anchor in enumerate(answer[:-1]):
-        engine.probe(sequence, Tree.root(anchor))
+        engine.pipeline.probe(sequence, Tree.root(anchor))
         report = engine.drafter.last_report()
         depths = [0]
         for parent in report.parents[1:]:

@@ -271,7 +271,7 @@ def test_short_prompts_by_decode_steps_give_the_text_of_chunks(target: Decoder, 
     expected, _ = run(Engine(target, max_ctx=512), prompt=prompt, max_tokens=20)
     oracle = Oracle(expected, 1000, target.spec.vocab_size)
     engine = Engine(target, max_ctx=512, drafter=oracle, max_rows=8, runner="graph", prefill_chunk=300)
-    engine.short, reads = 256, []
+    engine.prompts.short, reads = 256, []
     read = engine.runner.read
     engine.runner.read = lambda slot, tokens: (reads.append(len(tokens)), read(slot, tokens))[1]
     tokens, done = run(engine, prompt=prompt, max_tokens=20)

@@ -61,7 +61,7 @@ def check_limited(folder: Path, limit: int, tokens: int) -> None:
     allocated = torch.cuda.memory_allocated(DEVICE) - before
     assert abs(allocated - planned) <= 0.005 * planned, f"{allocated} bytes, planned {planned}"
     used = [in_use()]
-    assert engine.capture()
+    assert engine.warmup.capture()
     torch.cuda.empty_cache()
     used.append(in_use())
     count, found = min(tokens, plan.max_ctx - 128), []

@@ -133,7 +133,7 @@ def test_text_does_not_depend_on_company(
     made = session(parallel, speculation=speculation)
     beside = []  # prompts that steps of others read
     if parallel == 6:
-        made.engine.short = 256  # as on a GPU
+        made.engine.prompts.short = 256  # as on a GPU
         verify = made.engine.runner.verify
         made.engine.runner.verify = lambda parts: (
             beside.extend(part for part in parts if part.given),
@@ -148,7 +148,7 @@ def test_text_does_not_depend_on_company(
 def test_a_prompt_that_fails_beside_others_fails_alone(alone: list[Output]) -> None:
     """Its last tokens are rows of a step whose other tokens are committed."""
     made = session(2)
-    made.engine.short = 256  # as on a GPU
+    made.engine.prompts.short = 256  # as on a GPU
     first, second = made.begin(mixed()[0]), None
     text, failed, ended = "", [], False
 
@@ -177,8 +177,10 @@ def test_sequences_are_parked_when_pages_run_out(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(loading, "plan_memory", small)
     made, parked = session(5), []
-    park = made.engine._park
-    monkeypatch.setattr(made.engine, "_park", lambda sequence: (parked.append(sequence), park(sequence)))
+    park = made.engine.paging.park
+    monkeypatch.setattr(
+        made.engine.paging, "park", lambda sequence: (parked.append(sequence), park(sequence))
+    )
     samplings = [SamplingParams(temperature=0.5, seed=seed) for seed in range(5)]
     requests = [ask("Count to 99.", each, max_tokens=170, ignore_eos=True) for each in samplings]
     lone = session(1)

@@ -139,7 +139,7 @@ def measure(report: Report, kind: str, target: Decoder, files: tuple[Path, Path]
         model, SpecConfig(budget=ROWS - 1, adaptive=False), StepCosts(), device=target.device, sizes=sizes
     )
     engine = Engine(target, max_ctx=MAX_CTX, drafter=speculator, max_rows=ROWS)
-    graphs = engine.capture() if target.device.type == "cuda" else False
+    graphs = engine.warmup.capture() if target.device.type == "cuda" else False
     if target.device.type == "cuda":
         # Without graphs the times are the host's, and say nothing; the log has the reason.
         report.check(f"{kind}: captured", graphs and engine.runner.captured)

@@ -196,7 +196,7 @@ class Engines:
         plain = Engine(weights, **shared)
         mixed = Engine(weights, **shared, drafter=trees, max_rows=MAX_ROWS)
         if device != "cpu":
-            assert plain.capture() and mixed.capture(), "no CUDA graphs"
+            assert plain.warmup.capture() and mixed.warmup.capture(), "no CUDA graphs"
         engines = {"plain": plain, "drafted": session.engine, "mixed": mixed}
         hashes = {name: LogitHashes(engine) for name, engine in engines.items()}
         return cls(session, plain, session.engine, mixed, trees, hashes)

@@ -181,7 +181,7 @@ class StepProbe:
         found: dict[str, list[float]] = defaultdict(list)
         for number in range(repeats + 2):
             begin = time.perf_counter()
-            step = self._engine.probe(self._sequence, self.comb(rows))
+            step = self._engine.pipeline.probe(self._sequence, self.comb(rows))
             whole = time.perf_counter() - begin
             if number >= 2:
                 found["draft_ms"].append(step.draft_s)
@@ -203,7 +203,7 @@ class StepProbe:
         try:
             with torch.profiler.profile(activities=kernels, acc_events=True) as profile:
                 for _ in range(count):
-                    self._engine.probe(self._sequence, tree, draft=draft)
+                    self._engine.pipeline.probe(self._sequence, tree, draft=draft)
                 torch.cuda.synchronize()
             events = [each for each in profile.events() if each.device_type.name == "CUDA"]
         except RuntimeError as error:

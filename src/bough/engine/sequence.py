@@ -9,7 +9,7 @@ from typing import Literal, TypeVar
 import numpy as np
 
 from bough.engine.chunk import ChunkForward
-from bough.engine.events import FinishReason
+from bough.engine.events import FinishReason, Progress
 from bough.engine.runner import Forward
 from bough.engine.sampler import SamplingParams
 from bough.engine.stats import RequestStats
@@ -192,6 +192,13 @@ class Sequence:
     @property
     def error(self) -> Exception | None:
         return self.constraint.error if self.constraint is not None else None
+
+    @property
+    def progress(self) -> Progress:
+        """What of the prompt has been processed."""
+        whole, cached = self.processed, self.stats.cached_tokens
+        processed = whole + (self.chunk.processed if self.chunk is not None else 0)
+        return Progress(processed, len(self.request.prompt), cached, whole)
 
     def deliver(self, sampled: list[int]) -> "Delivered":
         """Append what plain decoding would have delivered of a step's sampled tokens."""

@@ -144,7 +144,7 @@ def rehearse(file: GGUFFile, config: EngineConfig, plan: MemoryPlan, device: tor
             mtp = mtp_model(MTPBlock(spec, MeasuringLoader(file, tiles=True), device), target, plan)
             model = mtp if model is None else MixedModel(model, mtp, width=spec.width)
         drafter = speculator(model, config.speculation, StepCosts(), device)
-    build_engine(config, plan, target, drafter).rehearse()
+    build_engine(config, plan, target, drafter).warmup.rehearse()
 
 
 def _facts(file: GGUFFile, config: EngineConfig, plan: MemoryPlan) -> str:

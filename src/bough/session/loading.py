@@ -132,8 +132,8 @@ def _loaded(
             engine = build_engine(config, plan, target, drafter, prefix_cache)
             vectors = None if vector_spec is None else Vectors(engine, file, vector_spec, tokenizer)
     if device.type == "cuda" and graphs and vectors is None:
-        engine.capture(warming)
-        times = engine.measure_steps()
+        engine.warmup.capture(warming)
+        times = engine.warmup.measure_steps()
         costs.fill({rows: each.verify_s for rows, each in times.items()}, _draft_seconds(drafter, times))
         phases.end("capturing")
     elif device.type == "cpu" and config.speculation is not None:
@@ -331,9 +331,9 @@ def _draft(config: DraftConfig, target: Target, plan: MemoryPlan) -> DFlashDraft
 def _measure(engine: Engine, costs: StepCosts, drafter: Drafter) -> None:
     """Measure on a CPU what earlier runs have not, so that it is not found out on the user's text."""
     if not {1, engine.max_rows} <= costs.step.keys():
-        costs.fill({rows: each.verify_cost for rows, each in engine.measure_steps().items()}, 0.0)
+        costs.fill({rows: each.verify_cost for rows, each in engine.warmup.measure_steps().items()}, 0.0)
     if drafter.taps and not costs.draft_call():
-        costs.fill({}, engine.measure_draft())
+        costs.fill({}, engine.warmup.measure_draft())
 
 
 def _draft_seconds(drafter: Drafter, times: Mapping[int, StepTimes]) -> float:
