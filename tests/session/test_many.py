@@ -163,7 +163,7 @@ def test_a_prompt_that_fails_beside_others_fails_alone(alone: list[Output]) -> N
                 text += event.text
             ended = ended or isinstance(event, Finished)
         if text and second is None:
-            made.engine._first_token = fail  # ty: ignore[invalid-assignment]
+            made.engine.prompts._first_token = fail  # ty: ignore[invalid-assignment]
             second = made.begin(mixed()[5])
     assert failed == [(second, "damaged")] and text == alone[0].text and first.ended
     assert nothing_left(made.engine)

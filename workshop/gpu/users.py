@@ -54,7 +54,8 @@ class Watch:
         for owner, names in (
             (runner, ("draft", "verify", "accept", "read_back")),
             (drafter, ("share", "observe_all")),
-            (engine, ("release", "_process", "_first_token")),
+            (engine, ("release",)),
+            (engine.prompts, ("process", "_first_token")),
         ):
             for name in names:
                 setattr(owner, name, self._timed(name.strip("_"), getattr(owner, name)))
