@@ -45,7 +45,7 @@ def record(session: Session, prompt: str) -> list[list[list[float]]]:
     found = []
     for index, anchor in enumerate(answer[:-1]):
         engine.pipeline.probe(sequence, Tree.root(anchor))
-        report = engine.drafter.last_report()
+        report = engine.drafter._call.reports()[0]
         depths = [0]
         for parent in report.parents[1:]:
             depths.append(depths[parent] + 1)

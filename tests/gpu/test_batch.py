@@ -48,7 +48,7 @@ def machine(
     made = company.Machine(target, slots=slots, **options)
     if graphs:
         slot = made.states.open()
-        drafter.begin(slot)
+        drafter.open(slot)
         made.states.reserve(slot, 192)
         assert made.runner.capture()
         made.states.close(slot)
@@ -156,12 +156,12 @@ def test_short_pieces_of_a_prompt(session: Session) -> None:
     answers = []
     for pieces in ((24, 20), (1,) * 44):
         slot, done = made.states.open(), 0
-        made.drafter.begin(slot)
+        made.drafter.open(slot)
         made.runner.sampler.begin(slot, text.sampling, text.prompt, masked=False)
         for size in pieces:
             made.states.reserve(slot, made.runner.step_rows(size))
             forward = made.runner.read(slot, text.prompt[done : done + size])
-            made.drafter.append(slot, text.prompt[done : done + size], forward.features[:size])
+            made.drafter.prefill(slot, text.prompt[done : done + size], forward.features[:size])
             done += size
         token = int(made.runner.sampler.sample_first(forward.logits[size - 1 : size], slot, done))
         answers.append(company.answered(made, slot, token, text, 12))

@@ -125,7 +125,7 @@ def check_prefill(folder: Path, longest: int) -> None:
         first_token(engine, random_prompt(tokens, seed=1))
         peak = torch.cuda.max_memory_allocated() - before
         chunk = min(engine.prefill_chunk, tokens)
-        planned = prefill_bytes(engine.target.spec, chunk, len(engine.drafter.taps))
+        planned = prefill_bytes(engine.target.spec, chunk, len(engine.drafter.features.taps))
         assert peak <= planned, f"{tokens} tokens: {peak >> 20} MiB, planned {planned >> 20}"
 
 

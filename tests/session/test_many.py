@@ -265,15 +265,15 @@ def test_a_failing_prompt_ends_its_own_request(monkeypatch: pytest.MonkeyPatch) 
     made = session(2)
     good, bad = mixed()[0], ask("this one fails")
     expected = [*made.generate(good)][-1].tokens
-    append, refused = made.engine.drafter.append, made.encode(bad)
+    prefill, refused = made.engine.drafter.prefill, made.encode(bad)
 
     def failing(slot: int, tokens: list[int], features) -> None:
         if tokens == refused:
             raise MemoryError("no memory for this chunk")
-        append(slot, tokens, features)
+        prefill(slot, tokens, features)
 
     generations = [made.begin(good), made.begin(bad)]
-    monkeypatch.setattr(made.engine.drafter, "append", failing)
+    monkeypatch.setattr(made.engine.drafter, "prefill", failing)
     ends: dict[Generation, Failed | Finished] = {}
     while len(ends) < 2:
         ends |= {each: event for each, event in made.step() if isinstance(event, Failed | Finished)}

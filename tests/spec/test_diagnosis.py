@@ -119,7 +119,7 @@ def test_another_models_draft_is_said_after_the_first_answer(
     assert note.startswith("not one token of ") and "draft of another model" in note
     assert finished.stats.shares.draft == 0 and (finished.stats.shares.lookup > 0) <= lookup
     assert answer(session, temperature).stats.notes == []  # once
-    assert session.engine.drafter.warnings(-1) == [note]  # and in `ps`
+    assert session.engine.drafter.notes(-1).warnings == [note]  # and in `ps`
 
 
 def test_a_draft_for_another_depth_is_refused(stranger: Path, tmp_path: Path) -> None:

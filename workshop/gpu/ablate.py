@@ -114,7 +114,7 @@ def forward_of(engine: Engine, tree: Tree) -> Callable[[], Any]:
     slots = torch.tensor([0], device=device)
     tokens, parents = (rows.to(device)[None] for rows in (tree.tokens, tree.parents))
     step = Step.tree(slots, tokens, parents, buffers.lengths[slots])
-    return partial(engine.target.verify, step, buffers, taps=engine.drafter.taps)
+    return partial(engine.target.verify, step, buffers, taps=engine.drafter.features.taps)
 
 
 def ablate(report: Report, probe: StepProbe, engine: Engine, rows: int) -> None:

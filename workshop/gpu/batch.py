@@ -144,7 +144,7 @@ def main(
     with torch.inference_mode():
         machine = make_machine(session, SLOTS)
         slot = machine.states.open()
-        machine.drafter.begin(slot)
+        machine.drafter.open(slot)
         machine.states.reserve(slot, 192)
         report.check("captured", machine.runner.capture())
         machine.states.close(slot)

@@ -218,7 +218,7 @@ def pretend_context(engine: Engine, context: int) -> None:
     if saved is not None:
         vocabulary = engine.target.spec.vocab_size
         tokens = [index * 7919 % vocabulary for index in range(context)]  # nothing for prompt lookup
-        engine.drafter.restore(0, tokens, replace(saved, length=context))
+        engine.drafter.open(0, tokens, replace(saved, length=context))
 
 
 @torch.inference_mode()

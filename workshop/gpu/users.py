@@ -53,7 +53,7 @@ class Watch:
         runner.verify, runner.read_back = noted_verify, noted_read_back  # ty: ignore[invalid-assignment]
         for owner, names in (
             (runner, ("draft", "verify", "accept", "read_back")),
-            (drafter, ("share", "observe_all")),
+            (drafter, ("trees", "observe")),
             (engine, ("release",)),
             (engine.prompts, ("process", "_first_token")),
         ):

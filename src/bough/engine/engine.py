@@ -58,7 +58,7 @@ class Engine:
         self.max_rows = max_rows
         self.prefill_chunk = prefill_chunk or chunk_size(target.device.type)
         self.drafter = drafter or NoDrafter()
-        check_taps(target.spec, self.drafter.taps)
+        check_taps(target.spec, self.drafter.features.taps)
         graphs = target.device.type == "cuda" if runner == "auto" else runner == "graph"
         kind = GraphRunner if graphs else EagerRunner
         cache = cache or CacheConfig(*kv_formats(target.spec, target.device))
@@ -281,7 +281,6 @@ class Engine:
         """Open a slot: go on where a sequence was parked, after its leader's prompt, or a cached prefix."""
         request = sequence.request
         slot = sequence.slot = self.states.open()
-        self.drafter.begin(slot)
         self.runner.begin(slot)
         # Rows of its prompt may be sampled, for nothing: not by what the slot's last request left.
         self.runner.sampler.begin(slot, SamplingParams(seed=0), [], masked=False)
@@ -296,8 +295,10 @@ class Engine:
         if request.prefill_only:
             sequence.chunk_ends.pop()  # where this prompt ends, the chunk of a longer one does not
         found = self.prefixes.restore(slot, request.prompt, sequence.chunk_ends)
-        if found is not None:
-            self.drafter.restore(slot, request.prompt[: found.length], found.draft)
+        if found is None:
+            self.drafter.open(slot)
+        else:
+            self.drafter.open(slot, request.prompt[: found.length], found.draft)
             sequence.processed = sequence.stats.cached_tokens = found.length
             sequence.stats.cached_after_answer = found.after_answer
         sequence.phase = Phase.PREFILL

@@ -82,7 +82,7 @@ class Paging:
         self._prefixes.reserve_for(sequence.slot, parked.state)
         self._prefixes.store.unpark(sequence.slot, parked.state)
         sequence.parked = None
-        self._drafter.restore(sequence.slot, sequence.tokens[: parked.state.length], parked.draft)
+        self._drafter.open(sequence.slot, sequence.tokens[: parked.state.length], parked.draft)
 
     def drop(self, sequence: Sequence) -> None:
         """Free what a parked sequence has in host memory."""

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from bough.engine.delivery import token_events
 from bough.engine.events import Event, VerifiedTree
 from bough.engine.paging import Paging
-from bough.engine.prompts import PromptReader
+from bough.engine.prompts import PromptPiece, PromptReader
 from bough.engine.runner import Accepted, Forward, Masks, StepRunner, StepTimes, Verify
 from bough.engine.scheduler import Scheduler
 from bough.engine.sequence import LaunchAhead, Launched, OwnConstraint, Phase, Sequence
@@ -18,6 +19,20 @@ from bough.engine.stats import StepRecord
 from bough.spec.drafter import Drafter, StepOutcome, Turn
 from bough.spec.tree import Tree
 from bough.state.sequences import SequenceStates
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step: the tree of each sequence, pieces of prompts, and the forward over all of them."""
+
+    trees: list[tuple[Sequence, Tree]]
+    pieces: list[PromptPiece]
+    forward: Forward
+
+    @property
+    def alone(self) -> bool:
+        """Whether it is the step of one sequence."""
+        return len(self.trees) == 1 and not self.pieces
 
 
 class Pipeline:
@@ -37,14 +52,40 @@ class Pipeline:
         self._states, self._runner, self._drafter = states, runner, drafter
         self._scheduler, self._prompts, self._paging = scheduler, prompts, paging
         self._max_rows, self._working = max_rows, working
-        self._asked_ahead = False  # the draft was launched for the next step of several sequences
+        self._drafted: list[Sequence] = []  # whose next draft is launched already
 
     def step(self, sequences: list[Sequence], readers: list[Sequence]) -> list[tuple[Sequence, Event]]:
-        """Run one step: the sequences' trees and the readers' prompts share one forward pass."""
-        if len(sequences) == 1 and not readers:
-            self._asked_ahead = False
-            return tagged(sequences[0], self._decode(sequences[0]))
-        return self._decode_all(sequences, readers)
+        """Run one step: the sequences' trees and the readers' prompts share one forward pass.
+
+        It may have been launched before, and what may be of the next one is launched ahead.
+        """
+        batch = self._batch(sequences, self._prompts.pieces(readers, len(sequences)) if readers else [])
+        if batch is None:
+            return []
+        self._runner.accept(batch.forward, [self._masks(*pair) for pair in batch.trees])
+        ahead = self._ahead(batch)
+        next_forward = self._verify_ahead(*batch.trees[0]) if ahead == "forward" else None
+        accepted, times = self._runner.read_back()
+        outcomes = [
+            self._outcome(sequence, tree, found, times)
+            for (sequence, tree), found in zip(batch.trees, accepted, strict=False)
+        ]
+        by_slot = {pair[0].slot: outcome for pair, outcome in zip(batch.trees, outcomes, strict=True)}
+        self._drafter.observe(by_slot, [len(piece.tokens) for piece in batch.pieces])
+        delivered = [
+            self._deliver(sequence, outcome)
+            for (sequence, _), outcome in zip(batch.trees, outcomes, strict=True)
+        ]
+        self._launch(batch, ahead, next_forward)
+        # While the device works on.
+        events: list[tuple[Sequence, Event]] = []
+        for index, (pair, outcome, tokens) in enumerate(zip(batch.trees, outcomes, delivered, strict=True)):
+            logits = partial(batch.forward.logits_of, index)
+            events += tagged(pair[0], self._step_events(*pair, outcome, tokens, logits))
+        for index, piece in enumerate(batch.pieces, len(outcomes)):
+            logits = batch.forward.logits_of(index)
+            events += tagged(piece.sequence, self._prompts.piece_read(piece, logits, self._scheduler.waiting))
+        return events
 
     def rollback(self, sequence: Sequence, rows: int) -> None:
         """Remove the last rows of the last commit: plain decoding would not have processed them.
@@ -64,7 +105,7 @@ class Pipeline:
         """
         assert sequence.phase is Phase.DECODE and sequence.launched is None
         if draft:
-            self._draft(sequence, self._row_limit(sequence))
+            self._draft([self._turn(sequence, self._row_limit(sequence))])
         forward = self._verify(sequence, tree, max_accepted=1)
         self._runner.accept(forward)
         [accepted], times = self._runner.read_back()
@@ -72,100 +113,71 @@ class Pipeline:
         sequence.tokens += accepted.tokens
         return times
 
-    def _decode(self, sequence: Sequence) -> list[Event]:
-        """Finish a step of one sequence, perhaps launched before, and launch what may be of the next."""
-        launched = sequence.launched or Launched(self._draft(sequence, self._row_limit(sequence)), None)
-        sequence.launched = None
-        tree, forward = launched.tree, launched.forward
-        if forward is None:
-            if not self._paging.provide(sequence, self._runner.step_rows(tree.size)):
-                return []
-            forward = self._runner.verify([Verify(sequence.slot, tree, sequence.room)])
-        self._runner.accept(forward, [self._masks(sequence, tree)])
+    def _batch(self, sequences: list[Sequence], pieces: list[PromptPiece]) -> Batch | None:
+        """Return the step's trees and its forward; None: there are no pages for any of them."""
+        alone = len(sequences) == 1 and not pieces
+        drafted, self._drafted = self._drafted, []
+        launched, sequences[0].launched = sequences[0].launched, None
+        if alone and launched is not None:
+            return Batch([(sequences[0], launched.tree)], [], launched.forward)
+        most = self._runner.tree_rows(len(sequences) + len(pieces))
+        turns = [self._turn(sequence, min(self._row_limit(sequence), most)) for sequence in sequences]
+        prompts = [len(piece.tokens) for piece in pieces]
+        # A draft for one sequence stays on the device, and is of use for a step of it alone.
+        if not (drafted == sequences if alone else len(drafted) > 1):
+            self._draft(turns, prompts)
+        trees = list(zip(sequences, self._drafter.trees(turns, prompts), strict=True))
+        trees = [pair for pair in trees if self._provide(pair[0], pair[1].size)]
+        pieces = [piece for piece in pieces if self._provide(piece.sequence, len(piece.tokens))]
+        # Those that were parked for the sake of others.
+        trees = [pair for pair in trees if pair[0].parked is None]
+        pieces = [piece for piece in pieces if piece.sequence.parked is None]
+        if not trees:
+            return None  # the readers go on alone
+        self._working[:] = [*(pair[0] for pair in trees), *(piece.sequence for piece in pieces)]
+        parts = [Verify(sequence.slot, tree, sequence.room) for sequence, tree in trees]
+        forward = self._runner.verify([*parts, *(piece.part for piece in pieces)])
+        return Batch(trees, pieces, forward)
+
+    def _provide(self, sequence: Sequence, rows: int) -> bool:
+        return self._paging.provide(sequence, self._runner.step_rows(rows))
+
+    def _turn(self, sequence: Sequence, max_rows: int) -> Turn:
+        slot = sequence.slot
+        return Turn(slot, sequence.anchor, self._states.lengths[slot], max_rows, self._constraint(sequence))
+
+    def _draft(self, turns: list[Turn], prompts: list[int] | None = None) -> None:
+        self._runner.draft(lambda: self._drafter.draft(turns, prompts or ()))
+
+    def _ahead(self, batch: Batch) -> LaunchAhead:
+        """Return what of the next step may be launched before this one's events are returned."""
+        if not batch.alone:
+            return "draft" if self._runner.asynchronous else "nothing"
+        sequence = batch.trees[0][0]
         # A constraint reads proposals on the host.
         waits = self._scheduler.contended or self._constraint(sequence) is not None
-        ahead = "nothing" if waits else sequence.launch_ahead
-        next_forward = self._verify_ahead(sequence, tree) if ahead == "forward" else None
-        [accepted], times = self._runner.read_back()
-        outcome = self._outcome(sequence, tree, accepted, times)
-        self._drafter.observe(sequence.slot, outcome)
-        delivered = self._deliver(sequence, outcome)
-        events = self._step_events(sequence, tree, outcome, delivered, partial(forward.logits_of, 0))
-        if not sequence.finished and ahead != "nothing":
-            sequence.launched = self._launch(sequence, next_forward, ahead)
-        return events
+        return "nothing" if waits else sequence.launch_ahead
 
-    def _decode_all(self, sequences: list[Sequence], readers: list[Sequence]) -> list[tuple[Sequence, Event]]:
-        """Run one step of several sequences: their trees and the readers' prompts share one forward pass."""
-        pieces = self._prompts.pieces(readers, len(sequences))
-        sequences = [each for each in sequences if self._paging.provide(each, self._row_limit(each))]
-        pieces = [each for each in pieces if self._paging.provide(each.sequence, len(each.tokens))]
-        sequences = [each for each in sequences if each.parked is None]
-        pieces = [each for each in pieces if each.sequence.parked is None]
-        if not pieces and len(sequences) < 2:
-            return [pair for each in sequences for pair in tagged(each, self._decode(each))]
-        if not sequences:
-            return []  # the readers go on alone
-        self._working[:] = [*sequences, *(piece.sequence for piece in pieces)]
-        turns = [self._turn(each, len(self._working)) for each in sequences]
-        if not self._asked_ahead:
-            self._runner.draft(lambda: self._drafter.ask(turns))
-        self._asked_ahead = False
-        prompts = [len(piece.tokens) for piece in pieces]
-        pairs = list(zip(sequences, self._drafter.share(turns, prompts), strict=True))
-        parts = [Verify(each.slot, tree, each.room) for each, tree in pairs]
-        forward = self._runner.verify([*parts, *(piece.part for piece in pieces)])
-        self._runner.accept(forward, [self._masks(each, tree) for each, tree in pairs])
-        accepted, times = self._runner.read_back()
-        outcomes = {
-            each.slot: self._outcome(each, tree, found, times)
-            for (each, tree), found in zip(pairs, accepted, strict=False)
-        }
-        self._drafter.observe_all(outcomes, prompts)
-        delivered = [self._deliver(each, outcomes[each.slot]) for each in sequences]
-        self._ask_ahead([each for each in sequences if not each.finished])
-        # While the draft runs.
-        return [
-            *(
-                (each, event)
-                for index, ((each, tree), found) in enumerate(zip(pairs, delivered, strict=True))
-                for event in self._step_events(
-                    each, tree, outcomes[each.slot], found, partial(forward.logits_of, index)
-                )
-            ),
-            *(
-                (piece.sequence, event)
-                for index, piece in enumerate(pieces, len(pairs))
-                for event in self._prompts.piece_read(
-                    piece, forward.logits_of(index), self._scheduler.waiting
-                )
-            ),
-        ]
-
-    def _turn(self, sequence: Sequence, sequences: int) -> Turn:
-        slot = sequence.slot
-        sequence.launched = None  # a draft of its own, from when it was alone
-        limit = min(self._row_limit(sequence), self._runner.tree_rows(max(2, sequences)))
-        position = self._states.lengths[slot]
-        return Turn(slot, sequence.anchor, position, limit, self._constraint(sequence))
-
-    def _ask_ahead(self, sequences: list[Sequence]) -> None:
-        """Launch the next step's draft, so that it overlaps with the host's work on the text."""
-        if self._runner.asynchronous and len(sequences) > 1:
-            turns = [self._turn(each, len(sequences)) for each in sequences]
-            self._runner.draft(lambda: self._drafter.ask(turns))
-            self._asked_ahead = True
+    def _launch(self, batch: Batch, ahead: LaunchAhead, forward: Forward | None) -> None:
+        """Launch the next step's draft, and its forward where the caller may not stop here."""
+        sequences = [sequence for sequence, _ in batch.trees if not sequence.finished]
+        if ahead == "nothing" or len(sequences) < (1 if batch.alone else 2):
+            return
+        most = 1 if forward is not None else self._runner.tree_rows(len(sequences))
+        turns = [self._turn(sequence, min(self._row_limit(sequence), most)) for sequence in sequences]
+        self._draft(turns)
+        if ahead == "draft":
+            self._drafted = sequences
+            return
+        [sequence], [tree] = sequences, self._drafter.trees(turns)
+        if forward is None:
+            forward = self._verify(sequence, tree, max_accepted=sequence.room)
+        sequence.launched = Launched(tree, forward)
 
     def _outcome(self, sequence: Sequence, tree: Tree, accepted: Accepted, times: StepTimes) -> StepOutcome:
         self._states.lengths[sequence.slot] += len(accepted.path)
         seconds = (times.draft_s, times.verify_s, *times.cpu_shares)
         return StepOutcome(tree.size, accepted.path, accepted.tokens, *seconds)
-
-    def _draft(self, sequence: Sequence, max_rows: int) -> Tree:
-        position, constraint = self._states.lengths[sequence.slot], self._constraint(sequence)
-        return self._runner.draft(
-            lambda: self._drafter.propose(sequence.slot, sequence.anchor, position, max_rows, constraint)
-        )
 
     def _row_limit(self, sequence: Sequence) -> int:
         budget = sequence.request.draft_budget
@@ -200,13 +212,6 @@ class Pipeline:
             return None
         self._paging.reserve(sequence.slot, 1 + self._runner.step_rows(1))
         return self._runner.verify_sampled()
-
-    def _launch(self, sequence: Sequence, forward: Forward | None, ahead: LaunchAhead) -> Launched:
-        """Enqueue the next step's draft and, unless the caller may stop here, its forward."""
-        tree = self._draft(sequence, 1 if forward is not None else self._row_limit(sequence))
-        if forward is None and ahead == "forward":
-            forward = self._verify(sequence, tree, max_accepted=sequence.room)
-        return Launched(tree, forward)
 
     def _deliver(self, sequence: Sequence, outcome: StepOutcome) -> list[int]:
         """Return the tokens that plain decoding would have delivered, and leave its state."""

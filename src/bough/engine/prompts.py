@@ -89,7 +89,7 @@ class PromptReader:
         """Return the prompt tokens that a step reads beside its trees: those of the oldest readers first."""
         rows = min(_PROMPT_ROWS, MAX_ROWS - decoding)
         together = self._runner.tree_rows(decoding + len(readers))
-        most = min(together, self._runner.read_rows, self._drafter.commit_rows)
+        most = min(together, self._runner.read_rows, self._drafter.features.commit_rows)
         pieces = []
         for sequence in readers:
             stop = min(sequence.chunk_end, sequence.processed + min(most, rows))
@@ -105,7 +105,7 @@ class PromptReader:
         """
         sequence, tokens = piece.sequence, piece.tokens
         self._states.lengths[sequence.slot] += len(tokens)
-        self._drafter.read(sequence.slot, tokens)
+        self._drafter.prefill(sequence.slot, tokens, None)
         try:
             stop = sequence.processed + len(tokens)
             return self._processed(sequence, stop, logits[len(tokens) - 1 :], waiting)
@@ -115,7 +115,7 @@ class PromptReader:
     def read_piece(self, slot: int, tokens: list[int]) -> Forward:
         """Process some tokens by one step, for whose rows there are pages."""
         forward = self._runner.read(slot, tokens)
-        self._drafter.append(slot, tokens, forward.features[: len(tokens)])
+        self._drafter.prefill(slot, tokens, forward.features[: len(tokens)])
         return forward
 
     def prefilled(self, sequence: Sequence) -> list[Event]:
@@ -143,7 +143,7 @@ class PromptReader:
         prompt, slot = self._shared[leader], sequence.slot
         self._prefixes.reserve_for(slot, prompt.state)
         self._prefixes.store.restore(slot, prompt.state)
-        self._drafter.restore(slot, sequence.request.prompt, prompt.draft)
+        self._drafter.open(slot, sequence.request.prompt, prompt.draft)
         sequence.processed = sequence.stats.cached_tokens = prompt.state.length
         sequence.stats.cached_after_answer = leader.stats.cached_after_answer
         sequence.phase = Phase.DECODE
@@ -267,12 +267,12 @@ class PromptReader:
         ends = {*saved, len(sequence.request.prompt)}
         if sequence.request.prefill_only:
             ends = {chunk.stop}  # it may have to give way here
-        rows = feature_rows(chunk.start, chunk.stop, ends, self._drafter.context_length)
+        rows = feature_rows(chunk.start, chunk.stop, ends, self._drafter.features.context_length)
         output = yield from self._target.forward_by_layers(
-            step, lambda: self._states.buffers, self._drafter.taps, rows
+            step, lambda: self._states.buffers, self._drafter.features.taps, rows
         )
         self._states.advance(step, [slot])
-        self._drafter.append(slot, tokens, output.features.flatten(0, -2))
+        self._drafter.prefill(slot, tokens, output.features.flatten(0, -2))
         return output.hidden.flatten(0, -2)[-1:].clone()
 
 

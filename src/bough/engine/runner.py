@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,12 +25,10 @@ from bough.kernels.slot_mapping import padded_tree, ragged_rows
 from bough.kernels.tree import MAX_ROWS, Acceptance, accept_path, reference
 from bough.models.decoder import Target, VerifyBuffers
 from bough.models.step import SIZES, Step, largest_padded, padded_rows
-from bough.spec.drafter import Drafter
+from bough.spec.drafter import DevicePaths, Drafter, HostPath
 from bough.spec.tree import Tree
 from bough.state.graphs import CapturedFunction, warn_eager
 from bough.state.sequences import SequenceStates
-
-Proposed = TypeVar("Proposed")
 
 _STOPS = 64  # end tokens that acceptance checks on the device; the host checks them all
 # Sequences that a padded step holds; those that are missing cost little, but not nothing.
@@ -241,11 +239,12 @@ class StepRunner:
         """`max_rows` of a tree, the root included."""
         device, slots = target.device, len(states.lengths)
         self._target, self._states, self._drafter, self._device = target, states, drafter, device
-        self._taps = drafter.taps
+        self._taps = drafter.features.taps
         self._max_rows = max_rows
         # Every number twice: Triton compiles another kernel for addresses that are no multiple of 16.
         self._rows = torch.arange(MAX_ROWS, device=device)[:, None].repeat(1, 2)
         self.sampler = Sampler(slots, MAX_ROWS, target.spec.vocab_size, device)
+        self._draft_functions = drafter.bind(self.sampler.rank)
         self._inputs = {1: StepInputs(1, device)}  # by how many sequences they hold
         self._stops = torch.full((slots, _STOPS), -1, dtype=torch.int64, device=device)
         self._host_acceptance = torch.zeros(0, dtype=torch.int64)
@@ -275,12 +274,11 @@ class StepRunner:
         stops = list(stop_ids)[:_STOPS]
         self._stops[slot] = torch.tensor(stops + [-1] * (_STOPS - len(stops)), device=self._device)
 
-    def draft(self, propose: Callable[[], Proposed]) -> Proposed:
+    def draft(self, propose: Callable[[], object]) -> None:
         """Run the drafter's proposals as the timed first part of the step."""
         self._clock.mark(Mark.DRAFT)
-        proposed = propose()
+        propose()
         self._clock.mark(Mark.DRAFTED)
-        return proposed
 
     def verify(self, parts: Sequence[Verify]) -> Forward:
         """Launch the target's forward pass over one tree for each of some sequences, in different slots."""
@@ -379,7 +377,7 @@ class StepRunner:
         """Return the seconds of a draft call, at best of two, on a slot."""
         found = []
         for _ in range(2):
-            self.draft(lambda: self._drafter.rehearse(slot))
+            self.draft(lambda: [function() for function in self._draft_functions[:1]])
             found.append(self._measured(slot, 1).draft_cost)
         return min(found)
 
@@ -467,7 +465,6 @@ class EagerRunner(StepRunner):
 
     def __init__(self, target: Target, states: SequenceStates, drafter: Drafter, *, max_rows: int):
         super().__init__(target, states, drafter, max_rows=max_rows)
-        drafter.bind(self.sampler.rank)
         self._steps: dict[int, Step] = {}  # of one sequence, over static buffers, by rows
         self._placed = torch.zeros(3, MAX_ROWS, dtype=torch.int64, device=self._device)
 
@@ -512,18 +509,19 @@ class EagerRunner(StepRunner):
         for row in path:
             counts[slot, tokens[row]] += 1
         self._states.commit_rows(slot, path, size=size)
+        accepted = Accepted(path, [sampled[row] for row in path])
         if self._taps:
-            features = forward.features if len(path) == size else forward.features[path]
-            self._drafter.commit_eager(slot, features)
-        return [Accepted(path, [sampled[row] for row in path])]
+            rows = None if len(path) == size else path
+            self._drafter.commit(forward.features, [HostPath(slot, rows, accepted.tokens)])
+        return [accepted]
 
     def _commit_draft(self, forward: Forward, acceptance: Acceptance) -> None:
-        begins = forward.bounds[:-1]
-        for slot, begin, (path, _) in zip(
-            forward.step.slots.tolist(), begins, acceptance.paths(), strict=True
-        ):
-            rows = torch.tensor(path, device=self._device) + begin
-            self._drafter.commit_eager(slot, forward.features[rows])
+        slots, begins = forward.step.slots.tolist(), forward.bounds[:-1]
+        paths = [
+            HostPath(slot, [begin + row for row in path], tokens)
+            for slot, begin, (path, tokens) in zip(slots, begins, acceptance.paths(), strict=True)
+        ]
+        self._drafter.commit(forward.features, paths)
 
 
 class GraphRunner(StepRunner):
@@ -541,11 +539,10 @@ class GraphRunner(StepRunner):
         device, slots = target.device, len(states.lengths)
         self._sizes = [size for size in SIZES if size <= largest_padded(max_rows)]
         self.tree_sizes = [size for size in SIZES if size <= padded_rows(max_rows)]
-        self._draft_functions = drafter.bind(self.sampler.rank)
         self._first_drafts = [each for each in self._draft_functions if each.sequences == 1]
         # To capture while nothing runs.
         self._later_drafts = [each for each in self._draft_functions if each.sequences > 1]
-        width = len(drafter.taps) * target.spec.width
+        width = len(self._taps) * target.spec.width
         self._into = VerifyBuffers(
             torch.zeros(MAX_ROWS, width, device=device),
             torch.zeros(MAX_ROWS, target.spec.vocab_size, device=device),
@@ -700,7 +697,8 @@ class GraphRunner(StepRunner):
         rows = acceptance.source[:, : len(features)]
         if step.first is not None:
             rows = (rows + step.first[:-1, None]).clamp(max=len(features) - 1)
-        self._drafter.commit(features, rows, acceptance.counts, step.slots)
+        tokens = acceptance.tokens[:, : len(features)]
+        self._drafter.commit(features, DevicePaths(step.slots, rows, acceptance.counts, tokens))
 
 
 def _step(rows: Tensor, slots: Tensor, first: Tensor | None, most: int) -> Step:

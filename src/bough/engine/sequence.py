@@ -85,13 +85,10 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """Work of the sequence's next step that is already enqueued on the device.
-
-    Without a forward only the draft is. Once a forward is in flight, committed rows cannot be rolled back.
-    """
+    """The forward of the sequence's next step, in flight: committed rows cannot be rolled back any more."""
 
     tree: Tree
-    forward: Forward | None
+    forward: Forward
 
 
 class OwnConstraint:
@@ -187,7 +184,7 @@ class Sequence:
     @property
     def in_flight(self) -> bool:
         """Whether the next step's forward is launched."""
-        return self.launched is not None and self.launched.forward is not None
+        return self.launched is not None
 
     @property
     def error(self) -> Exception | None:

@@ -72,7 +72,7 @@ class Warmup:
         It has pages of its own: those that the slot had before may hold a cached prefix.
         """
         slot = self._states.open()
-        self._drafter.begin(slot)
+        self._drafter.open(slot)
         try:
             most = self._states.max_ctx + self._runner.step_rows(self._max_rows)
             self._paging.reserve(slot, min(3 * MAX_ROWS, most))
@@ -91,8 +91,8 @@ class Warmup:
             slots = torch.tensor([slot], device=self._target.device)
             tokens = torch.zeros_like(slots).expand(1, rows)
             step = Step.chunk(slots, tokens, self._states.buffers.lengths[slots])
-            output = self._target.forward(step, self._states.buffers, taps=self._drafter.taps)
-            self._drafter.append(slot, [0] * rows, output.features.flatten(0, -2))
+            output = self._target.forward(step, self._states.buffers, taps=self._drafter.features.taps)
+            self._drafter.prefill(slot, [0] * rows, output.features.flatten(0, -2))
             logits = self._target.logits(output.hidden.flatten(0, -2)[-1:].clone())
             self._runner.sampler.sample_first(logits, slot, rows)
         self._restart(slot)
@@ -107,4 +107,4 @@ class Warmup:
         self._states.lengths[slot] = 0
         self._states.buffers.lengths[slot] = 0
         self._states.buffers.pending.count[slot] = 0
-        self._drafter.begin(slot)
+        self._drafter.open(slot)

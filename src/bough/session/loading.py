@@ -332,13 +332,13 @@ def _measure(engine: Engine, costs: StepCosts, drafter: Drafter) -> None:
     """Measure on a CPU what earlier runs have not, so that it is not found out on the user's text."""
     if not {1, engine.max_rows} <= costs.step.keys():
         costs.fill({rows: each.verify_cost for rows, each in engine.warmup.measure_steps().items()}, 0.0)
-    if drafter.taps and not costs.draft_call():
+    if drafter.features.taps and not costs.draft_call():
         costs.fill({}, engine.warmup.measure_draft())
 
 
 def _draft_seconds(drafter: Drafter, times: Mapping[int, StepTimes]) -> float:
     """Return what a draft call takes; 0 without a draft model."""
-    return min((each.draft_s for each in times.values()), default=0.0) if drafter.taps else 0.0
+    return min((each.draft_s for each in times.values()), default=0.0) if drafter.features.taps else 0.0
 
 
 def _computing(config: EngineConfig, plan: MemoryPlan, device: torch.device) -> str:
