@@ -15,6 +15,7 @@ from bough.cli.command import BROKEN_PIPE, INTERRUPTED, UNEXPECTED
 from bough.cli.program import app
 from bough.cli.streams import OUTPUT_FAILED
 from bough.hub import catalog
+from bough.old_name import OLD_NAME
 
 PAGE = Path(__file__).parent.parent / "docs" / "cli.md"
 HEAD = """\
@@ -153,7 +154,7 @@ def table(rows: list[Parameter]) -> str:
 def short_names() -> str:
     lines = ["## Short names", "", "| name | target | draft |", "|---|---|---|"]
     for card in catalog.cards():
-        names = ", ".join(f"`{name}`" for name in (card.name, *card.aliases))
+        names = ", ".join(f"`{name}`" for name in (card.name, *card.aliases) if OLD_NAME not in name)
         inside = "in the package" if card.pair else "none"
         lines.append(f"| {names} | {card.target or inside} | {card.draft or inside} |")
     lines += ["", "`NAME:QUANT` takes another quantisation: `qwen3.6-27b:Q8_0`.", ""]

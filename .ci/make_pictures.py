@@ -81,7 +81,7 @@ def main() -> int:
     model = named(MODEL)
     assert model is not None and model[0].pair is not None
     pair = model[0].pair
-    config = EngineConfig(device="cpu", max_ctx=8192, draft=DraftConfig(pair.draft))
+    config = EngineConfig(device="cpu", cpu_backend="torch", max_ctx=8192, draft=DraftConfig(pair.draft))
     with (
         live(
             lambda progress: load_session(pair.target, config, progress=progress),

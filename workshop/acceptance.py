@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Annotated
 
 from bough.bench import machine
-from bough.bench.measure import LocalEndpoint, Settings
+from bough.bench.measure import BenchSettings, LocalEndpoint
 from bough.bench.report import rows
 from bough.bench.runner import PLAIN, Key, Result, ResultFile, cases, key_of, measure
-from bough.bench.suites import Prompt, load
+from bough.bench.suites import SuitePrompt, load
 from bough.config import DraftConfig, EngineConfig, SpecConfig
 from bough.prefix_cache.files import identity
 from bough.session.loading import load_session
@@ -56,10 +56,10 @@ def main(
     facts |= {"files": identity([model, *([draft] if draft else [])])[:12]}
     head = report.head() | {"settings": facts} | machine.of_session(session)
     thinking = False if session.template.supports_thinking else None
-    settings = Settings(n_gen=n_gen, seed=seed, thinking=thinking)
+    settings = BenchSettings(n_gen=n_gen, seed=seed, thinking=thinking)
     budgets = [PLAIN, *budget] if plain else budget
-    warm_up = Prompt("", "", [{"role": "user", "content": "Count to ten."}])
-    short = LocalEndpoint(session, Settings(n_gen=16, thinking=thinking), lambda: False)
+    warm_up = SuitePrompt("", "", [{"role": "user", "content": "Count to ten."}])
+    short = LocalEndpoint(session, BenchSettings(n_gen=16, thinking=thinking), lambda: False)
     for each in budgets:
         short.generate(warm_up, warm_up.messages, budget=each, temperature=0.0)
     endpoint = LocalEndpoint(session, settings, lambda: False)

@@ -5,6 +5,7 @@ python -m workshop make_page
 
 from bough.bench import plots, report
 from bough.bench.runner import ResultFile
+from bough.old_name import NAME, OLD_NAME
 from workshop.case import RESULTS, ROOT, case
 
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -51,7 +52,9 @@ def main() -> None:
         if not runs:
             continue
         head, lines = runs[-1]
-        written = plots.render(lines, PICTURES / path.stem, title=report.subject(head))
+        written = plots.render(
+            lines, PICTURES / path.stem, title=report.subject(head).replace(OLD_NAME, NAME)
+        )
         pictures = {name: str(file.relative_to(PAGE.parent)) for name, file in written.items()}
         sections.append(report.markdown(head, lines, pictures, notes=NOTES.get(path.stem, "")))
     PAGE.write_text(HEAD + report.DEFINITIONS + "\n" + "\n".join(sections), encoding="utf-8")

@@ -15,7 +15,7 @@ from typing import Annotated
 
 import torch
 
-from bough.bench.suites import Prompt, load
+from bough.bench.suites import SuitePrompt, load
 from bough.engine.sampler import SamplingParams
 from bough.gguf.reader import GGUFFile
 from bough.memory.device import device_name, pick_device
@@ -27,7 +27,7 @@ from workshop.case import RESULTS, case
 from workshop.report import Report
 
 
-def is_right(prompt: Prompt, answer: str) -> bool:
+def is_right(prompt: SuitePrompt, answer: str) -> bool:
     assert prompt.score is not None
     return prompt.score(prompt.item, answer)
 

@@ -19,6 +19,7 @@ START_S = 300
 class Served:
     url: str
     ready_s: float
+    process: subprocess.Popen[bytes]
 
 
 @contextlib.contextmanager
@@ -35,7 +36,9 @@ def serving(
             if server.poll() is not None or time.perf_counter() - begin > START_S:
                 raise SystemExit(f"the server did not start: {' '.join(command)}")
             time.sleep(0.1)
-        yield Served(url, time.perf_counter() - begin)
+        yield Served(url, time.perf_counter() - begin, server)
+        if server.poll() is not None:
+            raise SystemExit(f"the server has ended with {server.returncode}")
     finally:
         server.send_signal(signal.SIGTERM)
         server.wait(60)

@@ -49,6 +49,7 @@ _FAMILIES: Mapping[str, tuple[str, str, int, dict[str, Any]]] = {
     "qwen35": ("Qwen3_5ForCausalLM", "qwen35", 8, _HYBRID_SIZES),
     "qwen35moe": ("Qwen3_5MoeForCausalLM", "qwen35", 4, {**_HYBRID_SIZES, **_EXPERT_SIZES}),
     "qwen3": ("Qwen3ForCausalLM", "qwen2", 4, {"rope_theta": 1000000.0}),
+    "qwen3moe": ("Qwen3MoeForCausalLM", "qwen2", 4, {**_EXPERT_SIZES, "norm_topk_prob": True}),
     "qwen2": ("Qwen2ForCausalLM", "qwen2", 4, {"rope_theta": 1000000.0, "head_dim": None}),
     "llama": ("LlamaForCausalLM", "llama-bpe", 4, {"rope_theta": 500000.0}),
 }

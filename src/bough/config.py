@@ -126,8 +126,8 @@ class Replicas:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        found = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", text.strip())
-        least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+        match = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", text.strip())
+        least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
         if not most >= 1 or least > most:
             raise UsageError(
                 f"`replicas` is {text}, needed a number from 1, or the least and the most: 1-4",
@@ -190,13 +190,13 @@ def set_ray_environment() -> None:
     os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 lets every other program go first
     os.environ.setdefault("RAY_AUTH_MODE", "token")
-    given = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
-    if not given and not (Path.home() / ".ray" / "auth_token").exists():
+    has_token = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
+    if not has_token and not (Path.home() / ".ray" / "auth_token").exists():
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 
 def child_environment(variables: Mapping[str, str], *, without: Sequence[str] = ()) -> dict[str, str]:
     """Return the environment for a child process that is not ours."""
     ours = (SPIN, *FUSION.items())
-    kept = {item for item in os.environ.items() if item not in ours and item[0] not in without}
-    return dict(kept) | dict(variables)
+    variables_kept = {item for item in os.environ.items() if item not in ours and item[0] not in without}
+    return dict(variables_kept) | dict(variables)

@@ -23,7 +23,7 @@ from bough.engine import sampler
 from bough.engine.stats import RequestStats
 from bough.errors import UsageError
 from bough.gguf.reader import GGUFFile
-from bough.hub.catalog import EMBEDDED, Card
+from bough.hub.catalog import EMBEDDED, ModelCard
 from bough.hub.drafts import fetch_draft
 from bough.hub.resolve import meaning, resolve, resolve_draft
 from bough.session.collected import GeneratedOutput
@@ -139,7 +139,7 @@ class LLM:
     ):
         offline = offline or environment().offline
         target, card, fetched = find_model(model, offline=offline)
-        speculation, found = find_draft(target, card, draft, fetch=fetched and not offline)
+        speculation, draft_config = find_draft(target, card, draft, fetch=fetched and not offline)
         if speculation is not None and budget is not None:
             speculation = replace(speculation, budget=budget)
         config = EngineConfig(
@@ -151,11 +151,11 @@ class LLM:
             vram_limit=vram_limit,
             prefill=prefill,
             speculation=speculation,
-            draft=found,
+            draft=draft_config,
             costs=costs_file(),
             prefix_cache_dir=None if prefix_cache_dir is None else Path(prefix_cache_dir),
         )
-        self.path, self.draft = target, found.path if found else None
+        self.path, self.draft = target, draft_config.path if draft_config else None
         self.name = card.name if card else target.stem
         self._show, self._closed = progress, False
         counter = _Counter(f"Loading {target.name}", shown=progress)
@@ -214,15 +214,15 @@ class LLM:
 
         sampling: one for all prompts or one for each; None: as recommended for the model.
         """
-        given = _prompts(prompts)
-        params = list(sampling) if isinstance(sampling, Sequence) else [sampling] * len(given)
-        if len(params) != len(given):
-            raise UsageError(f"sampling has {len(params)} entries, needed {len(given)}", param="sampling")
+        inputs = _prompts(prompts)
+        params = list(sampling) if isinstance(sampling, Sequence) else [sampling] * len(inputs)
+        if len(params) != len(inputs):
+            raise UsageError(f"sampling has {len(params)} entries, needed {len(inputs)}", param="sampling")
         runs = [
             self._run(
                 self._request(each, prompt=prompt, max_tokens=max_tokens, stop=stop), prompt, whole=True
             )
-            for prompt, each in zip(given, params, strict=True)
+            for prompt, each in zip(inputs, params, strict=True)
         ]
         shown = len(runs) > 1 if progress is None else progress
         counter = _Counter("Prompts", shown=shown and self._show)
@@ -279,8 +279,8 @@ class LLM:
         """
         options = VectorOptions(dimensions=dimensions)
         one = isinstance(texts, str) or (len(texts) > 0 and isinstance(texts[0], int))
-        found = self._vectors([_vector_request(each, options) for each in _prompts(texts)])
-        rows = [shortened(values, dimensions) for values in found]
+        vectors = self._vectors([_vector_request(each, options) for each in _prompts(texts)])
+        rows = [shortened(values, dimensions) for values in vectors]
         return rows[0] if one else np.array(rows, np.float32)
 
     def rerank(self, query: str, documents: Sequence[str]) -> list[float]:
@@ -300,8 +300,8 @@ class LLM:
 
         if not requests:
             return []
-        found = asyncio.run_coroutine_threadsafe(collected(), self._loop).result()
-        return [found[index] for index in range(len(requests))]
+        vectors = asyncio.run_coroutine_threadsafe(collected(), self._loop).result()
+        return [vectors[index] for index in range(len(requests))]
 
     async def achat(
         self, messages: Messages, sampling: SamplingParams | None = None, **options: Unpack[ChatOptions]
@@ -508,10 +508,10 @@ def _vector_request(text: Prompt, options: VectorOptions) -> TextRequest:
 
 def _arguments(text: str) -> Mapping[str, Any]:
     try:
-        found = json.loads(text or "{}")
+        arguments = json.loads(text or "{}")
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return arguments if isinstance(arguments, dict) else {}
 
 
 def _grammar(schema: Schema | None, regex: str | None) -> Grammar | None:
@@ -521,22 +521,22 @@ def _grammar(schema: Schema | None, regex: str | None) -> Grammar | None:
         return Grammar("regex", regex, "regex")
     if schema is None:
         return None
-    made = schema if isinstance(schema, Mapping) else getattr(schema, "model_json_schema", lambda: None)()
-    if not isinstance(made, Mapping):
+    rules = schema if isinstance(schema, Mapping) else getattr(schema, "model_json_schema", lambda: None)()
+    if not isinstance(rules, Mapping):
         raise UsageError(f"schema is {schema!r}, needed a JSON schema or a pydantic model", param="schema")
-    return Grammar("json_schema", made, "schema")
+    return Grammar("json_schema", rules, "schema")
 
 
-def _prompts(given: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Return a list of prompts; a text or a list of token ids alone is one prompt."""
-    if isinstance(given, str):
-        return [given]
-    if given and all(isinstance(each, int) for each in given):
-        return [cast(Prompt, given)]
-    return list(cast(Sequence[Prompt], given))
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and all(isinstance(each, int) for each in prompts):
+        return [cast(Prompt, prompts)]
+    return list(cast(Sequence[Prompt], prompts))
 
 
-def find_model(model: str | Path | None, *, offline: bool) -> tuple[Path, Card | None, bool]:
+def find_model(model: str | Path | None, *, offline: bool) -> tuple[Path, ModelCard | None, bool]:
     """Return the model's file, its card, and whether it came from the hub by a name."""
     name = str(model) if model is not None else environment().target or EMBEDDED
     meant = meaning(name)
@@ -547,7 +547,7 @@ def find_model(model: str | Path | None, *, offline: bool) -> tuple[Path, Card |
 
 
 def find_draft(
-    target: Path, card: Card | None, draft: str | Path | None, *, fetch: bool
+    target: Path, card: ModelCard | None, draft: str | Path | None, *, fetch: bool
 ) -> tuple[SpecConfig | None, DraftConfig | None]:
     """Return how tokens are proposed, and the draft; fetch: one that is listed and not here."""
     name = NONE if draft is None else str(draft)
@@ -561,13 +561,13 @@ def find_draft(
         return speculation, None
     if name != AUTO:
         return speculation, DraftConfig(resolve_draft(name, offline=not fetch))
-    found = draft_at_hand(target, card)
-    if found is None and card is not None and card.draft is not None:
+    path = draft_at_hand(target, card)
+    if path is None and card is not None and card.draft is not None:
         if fetch:
-            found = fetch_draft(card.draft)
+            path = fetch_draft(card.draft)
         else:
             log.warning("the draft of %s is not on this machine: bough pull %s", card.title, card.name)
-    return speculation, None if found is None else DraftConfig(found)
+    return speculation, None if path is None else DraftConfig(path)
 
 
 class _Counter:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bough.bench.measure import Measurement
-from bough.bench.suites import Prompt
+from bough.bench.suites import SuitePrompt
 from bough.errors import PromptTooLong
 
 
@@ -26,7 +26,12 @@ class Parrot:
         self.cleared += 1
 
     def generate(
-        self, prompt: Prompt, messages: Sequence[Mapping[str, Any]], *, budget: int | None, temperature: float
+        self,
+        prompt: SuitePrompt,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        budget: int | None,
+        temperature: float,
     ) -> Measurement:
         self.requests.append((prompt.name, budget, temperature))
         self.messages.append([message["content"] for message in messages])

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from bough.bench import measure, report
-from bough.bench.suites import Prompt
+from bough.bench.suites import SuitePrompt
 from bough.engine.stats import StepRecord
 from tests.bench.made import a_head, a_line
 
@@ -119,6 +119,6 @@ def test_a_score_says_how_many_answers_were_cut():
 
 
 def test_answers_with_a_score_have_room():
-    prompts = [Prompt("a", "", [], score=score) for score in (None, lambda item, answer: True)]
-    assert [measure.Settings().limit(prompt) for prompt in prompts] == [256, 640]
-    assert [measure.Settings(n_gen=9).limit(prompt) for prompt in prompts] == [9, 9]
+    prompts = [SuitePrompt("a", "", [], score=score) for score in (None, lambda item, answer: True)]
+    assert [measure.BenchSettings().limit(prompt) for prompt in prompts] == [256, 640]
+    assert [measure.BenchSettings(n_gen=9).limit(prompt) for prompt in prompts] == [9, 9]

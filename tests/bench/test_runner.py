@@ -3,13 +3,13 @@
 import pytest
 
 from bough.bench.runner import ResultFile, cases, key_of, measure, record
-from bough.bench.suites import Prompt
+from bough.bench.suites import SuitePrompt
 from bough.errors import UsageError
 from tests.bench.made import Parrot
 
 
-def prompts(*names: str) -> list[Prompt]:
-    return [Prompt("s", name, [{"role": "user", "content": name}]) for name in names]
+def prompts(*names: str) -> list[SuitePrompt]:
+    return [SuitePrompt("s", name, [{"role": "user", "content": name}]) for name in names]
 
 
 def test_the_order_of_budgets_alternates():
@@ -21,7 +21,7 @@ def test_the_order_of_budgets_alternates():
 
 def test_turns_of_a_thread_include_earlier_outputs():
     first, second = (
-        Prompt("s", name, [{"role": "user", "content": name}], thread="t", continues=name == "two")
+        SuitePrompt("s", name, [{"role": "user", "content": name}], thread="t", continues=name == "two")
         for name in ("one", "two")
     )
     parrot = Parrot()
@@ -32,7 +32,7 @@ def test_turns_of_a_thread_include_earlier_outputs():
 
 
 def test_scores_and_prompts_that_do_not_fit():
-    right = Prompt("s", "a", [{"role": "user", "content": "x"}], score=lambda item, text: text == "x!")
+    right = SuitePrompt("s", "a", [{"role": "user", "content": "x"}], score=lambda item, text: text == "x!")
     lines = list(measure(Parrot(), cases([right, *prompts("too long", "b")], [None], [0.0]), {}))
     assert [line.get("right") for line in lines] == [True, None, None]
     assert "10 tokens" in lines[1]["skipped"] and "tok_s" not in lines[1]

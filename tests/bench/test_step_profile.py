@@ -13,7 +13,7 @@ from bough.bench.step_profile import GROUPS, LABELS, Span, by_kernel, exclusive_
 ELSEWHERE = {
     *("_chunk_attention_kernel", "_chunk_conv_kernel", "_prepare_kernel", "_scan_kernel", "_expand_kernel"),
     *("_embed_kernel", "_pad_kernel", "_ragged_kernel", "_slot_mapping_kernel", "expand"),
-    *("_scale_rows_kernel", "_quantise_kernel", "_requantise_kernel", "requantise", "int8_matmul"),
+    *("_scale_rows_kernel", "_quantise_kernel", "_requantise_kernel"),
 }
 
 

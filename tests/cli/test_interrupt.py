@@ -5,7 +5,6 @@ import time
 
 import pytest
 
-from bough.cli import interrupt
 from bough.cli.interrupt import Interrupt, held
 
 
@@ -19,17 +18,15 @@ def test_the_first_asks_and_the_second_forces():
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_patience_ends(monkeypatch):
-    monkeypatch.setattr(interrupt, "PATIENCE_S", 0.05)
-    with pytest.raises(KeyboardInterrupt), Interrupt():
+def test_patience_ends():
+    with pytest.raises(KeyboardInterrupt), Interrupt(patience_s=0.05):
         signal.raise_signal(signal.SIGINT)
         for _ in range(500):
             time.sleep(0.01)
 
 
-def test_an_end_in_time_is_no_interrupt(monkeypatch):
-    monkeypatch.setattr(interrupt, "PATIENCE_S", 0.05)
-    with Interrupt() as asked:
+def test_an_end_in_time_is_no_interrupt():
+    with Interrupt(patience_s=0.05) as asked:
         signal.raise_signal(signal.SIGINT)
     time.sleep(0.15)
     assert asked.requested
@@ -48,3 +45,13 @@ def test_held_until_the_end_unless_it_comes_twice():
     with held():
         done.append("undisturbed")
     assert done == ["all of it", "undisturbed"] and signal.getsignal(signal.SIGINT) is before
+
+
+def test_without_patience_the_first_one_raises_and_other_signals_may_ask():
+    with pytest.raises(KeyboardInterrupt), Interrupt(patience_s=0):
+        signal.raise_signal(signal.SIGINT)
+    before = signal.getsignal(signal.SIGTERM)
+    with Interrupt(signal.SIGTERM, patience_s=None) as asked:
+        signal.raise_signal(signal.SIGTERM)
+        time.sleep(0.05)
+    assert asked.requested and signal.getsignal(signal.SIGTERM) is before

@@ -25,8 +25,8 @@ from bough.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    width: Annotated[int, panel("Shape")("--width", "-w", min=1, help="Columns.")] = 3
-    height: Annotated[int | None, panel("Shape")("--height")] = None
+    width: int = panel("Shape")("Columns.", "-w 1..", default=3)
+    height: int | None = panel("Shape")("Rows.")
     names: Annotated[list[str] | None, typer.Option("--name")] = None
 
 

@@ -355,16 +355,6 @@ def test_unexpected_errors(bough, monkeypatch, model, problem, code, message):
         assert shown.exit_code == code and "Traceback" in shown.stderr and "RuntimeError" in shown.stderr
 
 
-@needs_native
-def test_activations_of_8_bits_are_said_to_be_approximate(bough, model):
-    ask = ("run", model, "-p", "hello", "-n", 4, "--cpu-activations", "int8")
-    shown = bough(*ask)
-    assert "Approximate: activations in int8. docs/cpu.md has the cost." in shown.stderr
-    assert json.loads(bough(*ask, "--json").stdout)["stats"]["approximate"] == ["activations in int8"]
-    exact = bough(*ask, "--cpu-backend", "torch")
-    assert exact.exit_code == 0 and "pproximate" not in exact.stderr
-
-
 def test_int8_prefill_is_refused_on_a_cpu(bough, model):
     refused = bough("run", model, "-p", "hello", "--device", "cpu", "--prefill", "int8")
     assert refused.exit_code == 2

@@ -44,7 +44,7 @@ def model(tiny_model) -> Path:
 
 
 @pytest.fixture
-def card(monkeypatch, tmp_path) -> catalog.Card:
+def card(monkeypatch, tmp_path) -> catalog.ModelCard:
     """The catalogue lists the tiny model and its draft."""
     folder = tmp_path / "cards"
     folder.mkdir()
@@ -300,7 +300,7 @@ def test_a_draft_that_never_hits_is_named(bough, model, draft, tmp_path):
     assert result.exit_code == 0
     line, note = result.stderr.splitlines()
     assert "accept 1.00/step" in line
-    assert "draft of this target" in note
+    assert "draft calls accepted" in note and "the draft of another model" in note
 
 
 def test_penalties_and_bias_reach_the_sampler(answer):

@@ -50,11 +50,13 @@ def _feed_forward(source: Tensors, config: Any) -> Tensors:
     size = config.moe_intermediate_size
     made = {
         "ffn_gate_inp.weight": source["gate.weight"],
-        "ffn_gate_inp_shexp.weight": source["shared_expert_gate.weight"][0],
         "ffn_gate_exps.weight": stacked[:, :size],
         "ffn_up_exps.weight": stacked[:, size:],
         "ffn_down_exps.weight": source["experts.down_proj"],
     }
+    if "shared_expert_gate.weight" not in source:
+        return made
+    made["ffn_gate_inp_shexp.weight"] = source["shared_expert_gate.weight"][0]
     for part in ("gate", "up", "down"):
         made[f"ffn_{part}_shexp.weight"] = source[f"shared_expert.{part}_proj.weight"]
     return made

@@ -16,11 +16,13 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 from transformers.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 from transformers.models.qwen3_5_moe import Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig
 
-FAMILIES = ("qwen35", "qwen35moe", "qwen3", "qwen2", "llama", "llama3")
+FAMILIES = ("qwen35", "qwen35moe", "qwen3moe", "qwen3", "qwen2", "llama", "llama3")
 
 _COMMON = {
     "vocab_size": 320,
@@ -77,6 +79,20 @@ _RECIPES: dict[str, tuple[type, type, dict[str, Any]]] = {
         },
     ),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {**_DENSE, "rope_parameters": _plain_rope(1000000.0)}),
+    "qwen3moe": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig,
+        {
+            **_DENSE,
+            "rope_parameters": _plain_rope(1000000.0),
+            "moe_intermediate_size": 32,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        },
+    ),
     # Qwen2 has no head_dim of its own: 64 / 4 = 16.
     "qwen2": (
         Qwen2ForCausalLM,
@@ -138,6 +154,7 @@ PRE_TOKENISER = {
     "qwen35": "qwen35",
     "qwen35moe": "qwen35",
     "qwen3": "qwen2",
+    "qwen3moe": "qwen2",
     "qwen2": "qwen2",
     "llama": "llama-bpe",
     "llama3": "llama-bpe",
@@ -219,9 +236,8 @@ def checkpoint(model: Any, config: Any, *, mtp: bool = False) -> dict[str, torch
 def _family(config: Any) -> str:
     if config.model_type == "llama":
         return "llama3" if config.rope_parameters["rope_type"] == "llama3" else "llama"
-    return {"qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"}.get(
-        config.model_type, config.model_type
-    )
+    names = {"qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "qwen3_moe": "qwen3moe"}
+    return names.get(config.model_type, config.model_type)
 
 
 def _shards(tensors: dict[str, torch.Tensor], count: int) -> Iterator[dict[str, torch.Tensor]]:

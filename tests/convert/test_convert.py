@@ -73,8 +73,9 @@ def test_shards_of_half_precision(dtype: torch.dtype, tmp_path: Path):
     assert_tensors(tmp_path / "model.gguf", expected_tensors(rounded, config, "qwen35moe"))
 
 
-def test_experts_may_be_separate_tensors(tmp_path: Path):
-    model, config = build_hf("qwen35moe", seed=6)
+@pytest.mark.parametrize("family", ["qwen35moe", "qwen3moe"])
+def test_experts_may_be_separate_tensors(family: str, tmp_path: Path):
+    model, config = build_hf(family, seed=6)
     save_hf(model, config, tmp_path / "hf")
     stacked = checkpoint(model, config)
     apart = {}
@@ -91,7 +92,7 @@ def test_experts_may_be_separate_tensors(tmp_path: Path):
             apart[name] = tensor
     save_tensors(apart, tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "model.gguf", mix="f32")
-    assert_tensors(tmp_path / "model.gguf", expected_tensors(stacked, config, "qwen35moe"))
+    assert_tensors(tmp_path / "model.gguf", expected_tensors(stacked, config, family))
 
 
 COMMON_KEYS = {
@@ -127,6 +128,14 @@ KEYS = {
         "expert_shared_feed_forward_length": 40,
     },
     "qwen3": {**COMMON_KEYS, "block_count": 3, "feed_forward_length": 96, "rope.freq_base": 1e6},
+    "qwen3moe": {
+        **COMMON_KEYS,
+        "block_count": 3,
+        "rope.freq_base": 1e6,
+        "expert_count": 8,
+        "expert_used_count": 3,
+        "expert_feed_forward_length": 32,
+    },
     "qwen2": {
         **COMMON_KEYS,
         "block_count": 3,

@@ -10,7 +10,7 @@ pytest.importorskip("ray")
 
 from ray.exceptions import ActorDiedError
 
-from bough.deploy.replica import About, Order
+from bough.deploy.replica import Order, ReplicaFacts
 from bough.deploy.worker import ATTEMPTS, ReplicaLost, ReplicaWorker
 from bough.engine.sequence import Limits
 from bough.engine.stats import RequestStats
@@ -62,8 +62,8 @@ class Handle:
                 raise step
             yield step
 
-    def result(self, timeout_s: float | None = None) -> About:
-        return About(Limits(100, 100, 256), {})
+    def result(self, timeout_s: float | None = None) -> ReplicaFacts:
+        return ReplicaFacts(Limits(100, 100, 256), {})
 
     def broadcast(self, name: str) -> Any:
         return self

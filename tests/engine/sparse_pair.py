@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bough.convert import grow, grow_write
+from workshop.grow import grow, write
 
 
 @pytest.fixture(scope="session")
@@ -19,7 +19,7 @@ def pair_27b(tmp_path_factory: pytest.TempPathFactory) -> Iterator[grow.Growth]:
 
     folder: Path = tmp_path_factory.mktemp("grown")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grow_write, "_write_tensors", leave_holes)
+        patch.setattr(write, "_write_tensors", leave_holes)
         patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 50))
         grown = grow.grow(folder, "27b", random=True)
     # not within the patch: it would last as long as the fixture, and leave holes in every later test's files

@@ -41,7 +41,7 @@ def test_what_is_read_later_is_never_skipped(length: int, chunk: int, kept: set[
     assert needed <= given
 
 
-@pytest.mark.parametrize("family", ["qwen35", "qwen3", "qwen35moe"])
+@pytest.mark.parametrize("family", ["qwen35", "qwen3", "qwen35moe", "qwen3moe"])
 def test_bytes_of_a_chunk_grow_with_it(tiny_model: Callable[..., Path], family: str) -> None:
     with GGUFFile.open(tiny_model(family)) as file:
         spec = ModelSpec.from_gguf(file)

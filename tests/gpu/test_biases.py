@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("inference_mode")]
 
 
 @pytest.mark.parametrize("mix", ["f32", "q4_k_m"])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen35", "qwen35moe"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen35", "qwen35moe", "qwen3moe"])
 def test_biases_match_the_cpu(tiny_model: Callable[..., Path], tmp_path: Path, family: str, mix: str) -> None:
     plain = tiny_model(family, layers=4, width=256, mix=mix)
     biased = biased_model(plain, tmp_path / "biased.gguf")

@@ -185,9 +185,10 @@ def test_a_step_does_not_synchronise(tiny: Path) -> None:
     assert_same_bits(again, first)
 
 
-def test_logits_match_the_cpu(tiny_model: Callable[..., Path]) -> None:
+@pytest.mark.parametrize("family", ["qwen35moe", "qwen3moe"])
+def test_logits_match_the_cpu(tiny_model: Callable[..., Path], family: str) -> None:
     """But for the few rows where rounding chooses another of two nearly equal experts."""
-    path = tiny_model("qwen35moe", layers=4)
+    path = tiny_model(family, layers=4)
     expected = logits_of(path, torch.device("cpu")).flatten(0, -2).double()
     found = logits_of(path, DEVICE).flatten(0, -2).double()
     errors = (found - expected).norm(dim=1) / expected.norm(dim=1)
@@ -197,10 +198,15 @@ def test_logits_match_the_cpu(tiny_model: Callable[..., Path]) -> None:
 PROMPT = [72, 101, 108, 108, 111, 32, 119, 111] * 20
 
 
+@pytest.mark.parametrize("family", ["qwen35moe", "qwen3moe"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_the_text_is_that_of_plain_decoding_and_steps_are_captured(tiny: Path, temperature: float) -> None:
+def test_the_text_is_that_of_plain_decoding_and_steps_are_captured(
+    tiny_model: Callable[..., Path], family: str, temperature: float
+) -> None:
+    options = {"mtp": True} if family == "qwen35moe" else {}  # the other is drafted by lookup
+    tiny = tiny_model(family, width=256, mix="q4_k_m", **options)
     request = Request(prompt=PROMPT, max_tokens=120, sampling=SamplingParams(temperature=temperature, seed=3))
-    speculation = SpecConfig(budget=40, adaptive=False, lookup=False)
+    speculation = SpecConfig(budget=40, adaptive=False, lookup=family == "qwen3moe")
     texts = []
     for chosen in (None, speculation):
         config = EngineConfig(device=str(DEVICE), max_ctx=2048, speculation=chosen)

@@ -59,7 +59,7 @@ def compile_in_parallel(width: int) -> None:
         *(norm_cuda.shape_of(norm_cuda.GATED, gated_heads(width) * dim, dim) for dim in HEAD_DIMS),
     }
 
-    def build(shape: norm_cuda.Shape) -> bytes:
+    def build(shape: norm_cuda.NormShape) -> bytes:
         return compile_cubin(norm_cuda.source(), defines=shape.defines(card.pdl), arch=card.target)
 
     with ThreadPoolExecutor(len(shapes)) as pool:

@@ -24,6 +24,12 @@ _SCALED = (
     "const u32 x = S ? s >> 16 : s & 0xffff, y = M ? m >> 16 : m & 0xffff;"
     "return fma_halves(codes, x << 16 | x, y << 16 | y);"
 )
+# Blocks run one after the other: a launch runs twice; the second time the results of all blocks are there.
+EXCHANGE = {
+    "u64 load_word": "return *p;",
+    "void store_word": "*p = (u64)launch << 32 | __float_as_uint(value);",
+    "float wait_for": "return __uint_as_float((u32)*p);",
+}
 # Functions whose bodies are assembly.
 PDL = {"void launch_dependents": "", "void wait_for_inputs": ""}
 HALVES = {
@@ -118,8 +124,8 @@ _STATEMENTS = {
     r"m64n(\d+)k16\.f32\.(b?)f16(?:(?!\n\}).)*\n\}": (
         r'static \1 { group_mma<\2, sizeof("\3") == 2>(c, a, b, more); }'
     ),
-    # Blocks of a cluster are not emulated.
-    r"#if CLUSTER > 1\n#define OF_CLUSTER.*?#else\n(.*?)#endif": r"\1",
+    # Blocks of a row meet through memory.
+    r"#if CLUSTER > 1 && OVERLAP\n.*?#elif (CLUSTER > 1\n)": r"#if \1",
     r'asm volatile\("griddepcontrol[^"]*"[^;]*\);': ";",
 }
 _SIGNATURE = re.compile(
@@ -144,6 +150,7 @@ class EmulatedModule:
             values = (f"*({type}*)values[{place}]" for place, type in enumerate(types))
             text += _RUN % (name, name, ", ".join(values))
         self.library = compiled(text, folder, f"module{len(_LIBRARIES)}", macros)
+        self._runs = 2 if macros.get("CLUSTER", 1) > 1 else 1
 
     def kernel(
         self, name: str, *, threads: int, shared: int = 0, overlap: bool = False
@@ -151,7 +158,8 @@ class EmulatedModule:
         def launch(grid: tuple[int, int], arguments: Sequence[Any]) -> None:
             values = [ctypes.c_void_p(a.data_ptr()) if isinstance(a, Tensor) else a for a in arguments]
             addresses = (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in values])
-            getattr(self.library, f"run_{name}")(*grid, threads, shared, addresses)
+            for _ in range(self._runs):
+                getattr(self.library, f"run_{name}")(*grid, threads, shared, addresses)
             self.library.failed.restype = ctypes.c_char_p
             failure = self.library.failed().decode()
             assert not failure, f"{name}, {failure}"
@@ -181,7 +189,7 @@ class Emulation:
         self._patch.setattr(module, "Module", made)
         self._patch.setattr(module, "compile_cubin", source_of)
         self._patch.setattr(module, "card_of", lambda _: card)
-        self._patch.setattr(module, "usable", lambda _: True)
+        self._patch.setattr(module, "runs", lambda *_: True)
         for cached in caches:
             self._patch.setattr(module, cached.__name__, cache(cached.__wrapped__))
 

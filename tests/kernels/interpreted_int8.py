@@ -23,11 +23,11 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
-def poisoned(rows: int, columns: int, *, tiled: bool = False) -> Int8Matrix:
-    made = empty_int8(rows, columns, CPU, tiled=tiled)
-    made.codes.fill_(-128)
-    made.scales.fill_(float("nan"))
-    return made
+def poisoned(rows: int, columns: int) -> Int8Matrix:
+    matrix = empty_int8(rows, columns, CPU)
+    matrix.codes.fill_(-128)
+    matrix.scales.fill_(float("nan"))
+    return matrix
 
 
 def check_equal(found: Int8Matrix, expected: Int8Matrix) -> None:
@@ -47,9 +47,6 @@ def test_rows() -> None:
     found, whole = poisoned(67, 512), rows.data.float() * rows.scale[:, None]
     int8_kernels.quantise_rows(rows, found)
     check_equal(found, int8.quantise(whole, poisoned(67, 512)))
-    in_tiles = poisoned(67, 512, tiled=True)
-    int8_kernels.quantise_rows(rows, in_tiles)
-    assert torch.equal(in_tiles.codes, int8.in_tiles(found).codes)
     assert not bool(found.codes[:67, 300:].any()) and not bool(found.codes[5].any())
 
 
@@ -66,10 +63,6 @@ def test_weights(type: QuantType) -> None:
     padded = torch.zeros(128, 512)
     padded[:72, :columns] = values
     check_equal(found, int8.quantise(padded, poisoned(128, 512)))
-    if type in (QuantType.Q4_K, QuantType.F16):
-        in_tiles = poisoned(128, 512, tiled=True)
-        int8_kernels.requantise(weight, 128, in_tiles)
-        assert torch.equal(in_tiles.codes, int8.in_tiles(found).codes)
 
 
 @pytest.mark.parametrize(("rows", "columns", "summed"), [(65, 70, 256), (129, 40, 384)])

@@ -76,14 +76,13 @@ def test_no_kernel_is_missing_from_the_registry(monkeypatch: pytest.MonkeyPatch)
     """All that a launch in this package names runs in some case: in CUDA C++, or where Triton replaces it."""
     ours, usual = launched(monkeypatch, "cuda")
     none, replacing = launched(monkeypatch, "triton")
-    assert len(cuda_entries()) == 10 and cuda_entries() == ours
-    assert none <= {"int8_matmul"}  # it has no twin of its own: matrices in tiles are Hopper's alone
+    assert len(cuda_entries()) == 8 and cuda_entries() == ours and not none
     assert len(triton_kernels()) > 40 and triton_kernels() == usual | replacing
 
 
 @pytest.mark.parametrize("name", ["RTX 3090", "RTX 5090"])
 def test_every_case_can_be_launched_on_other_cards(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    assert len(launched(monkeypatch, "cuda", CARDS[name])[0]) == 9  # without Hopper's int8 kernel
+    assert len(launched(monkeypatch, "cuda", CARDS[name])[0]) == 8
 
 
 def test_a_models_own_kernels_are_among_its_cases() -> None:
@@ -227,6 +226,16 @@ def test_the_switch_for_users(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BOUGH_KERNELS", "rocm")
     with pytest.raises(UsageError, match="BOUGH_KERNELS is 'rocm', needed one of cuda, triton, torch"):
         backends.choices("matmul")
+
+
+def test_without_nvrtc_all_is_triton_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    backends.leave_out_cuda()
+    assert all(backends.choices(operation)[0] != "cuda" for operation in backends.OPERATIONS)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("matmul, norms, experts, ") and "run in Triton, slower" in line
+    assert "matmul in Triton" in backends.identity()  # saved states of CUDA C++ kernels are others
+    backends.leave_out_cuda()
+    assert len(caplog.records) == 1
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def test_the_cuda_kernel_is_the_reference_on_a_cpu(tmp_path: Path) -> None:
     assert torch.equal(own, found[0])
 
 
-def built(card: Card, layout: Layout, tokens: int, folder: Path) -> tuple[cuda.Shape, int, int]:
+def built(card: Card, layout: Layout, tokens: int, folder: Path) -> tuple[cuda.ExpertShape, int, int]:
     """Return the shape of a variant, its stack bytes and the shared bytes of a block."""
     shape = cuda.shape_of(card, layout, tokens)
     macros, path = shape.defines(card, layout), folder / "experts.cubin"

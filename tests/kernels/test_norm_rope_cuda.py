@@ -7,7 +7,7 @@ from torch import Tensor
 from bough.kernels.norm_rope import cuda, reference
 from bough.kernels.quant_matmul import PackedRows
 from tests.kernels.cards import CARDS
-from tests.kernels.emulator import HALVES, Emulation, emulate, needs_compiler
+from tests.kernels.emulator import EXCHANGE, HALVES, Emulation, emulate, needs_compiler
 
 __all__ = ["emulate"]
 pytestmark = needs_compiler
@@ -25,7 +25,7 @@ def check(found: PackedRows, expected: Tensor) -> None:
 
 @pytest.mark.parametrize(("rows", "width"), [(3, 100), (5, 1024)])
 def test_rows_before_a_matmul(emulate: Emulation, rows: int, width: int) -> None:
-    emulate(cuda, CARDS["RTX 4090"], HALVES, cuda.kernel_of, backwards=width == 100)
+    emulate(cuda, CARDS["RTX 4090"], HALVES | EXCHANGE, cuda.kernel_of, backwards=width == 100)
     torch.manual_seed(rows)
     x, y = (torch.randn(1, rows, width) * torch.logspace(-4, 4, rows)[:, None] for _ in range(2))
     weight = torch.randn(width)
@@ -39,7 +39,7 @@ def test_rows_before_a_matmul(emulate: Emulation, rows: int, width: int) -> None
 
 @pytest.mark.parametrize(("heads", "dim"), [(5, 32), (3, 128)])
 def test_gated_heads(emulate: Emulation, heads: int, dim: int) -> None:
-    emulate(cuda, CARDS["RTX 4090"], HALVES, cuda.kernel_of)
+    emulate(cuda, CARDS["RTX 4090"], HALVES | EXCHANGE, cuda.kernel_of)
     torch.manual_seed(heads)
     x, gate, weight = torch.randn(1, 9, heads, dim), torch.randn(1, 9, heads * dim), torch.randn(dim)
     check(cuda.gated_rms_norm(x, gate, weight, EPS), reference.gated_rms_norm(x, gate, weight, EPS))

@@ -20,6 +20,8 @@ CASES = [
     "qwen35-mtp",
     "qwen35-rope",
     "qwen35moe",
+    "qwen3moe",
+    "qwen3moe-tied",
     "qwen3-tied",
     "qwen2",
     "llama",

@@ -22,9 +22,9 @@ from tests.kernels.native_library import needs_native, opened
 from tests.models.biased import TAKEN, biases_for, matrices_of, part_of, with_vectors
 from workshop.steps import commit
 
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen35", "qwen35moe")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3moe", "qwen35", "qwen35moe")
 # Native code runs no experts.
-NATIVE = [pytest.param(family, "native", marks=needs_native) for family in FAMILIES if family != "qwen35moe"]
+NATIVE = [pytest.param(family, "native", marks=needs_native) for family in FAMILIES if "moe" not in family]
 BACKENDS = [*((family, "torch") for family in FAMILIES), *NATIVE]
 
 

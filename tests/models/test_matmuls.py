@@ -31,7 +31,7 @@ def test_the_embedded_target_has_a_delta_layer_and_an_attention_layer() -> None:
     assert [type for type, _ in found[0][0]] == [QuantType.Q5_K, QuantType.Q4_K, QuantType.Q8_0]
 
 
-@pytest.mark.parametrize("family", ["qwen35", "qwen35moe", "qwen2", "llama"])
+@pytest.mark.parametrize("family", ["qwen35", "qwen35moe", "qwen3moe", "qwen2", "llama"])
 def test_every_family_has_products_that_can_be_timed(family: str, tiny_model: Callable[..., Path]) -> None:
     with GGUFFile.open(tiny_model(family)) as file:
         found = layer_matmuls(file)

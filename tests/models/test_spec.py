@@ -11,7 +11,7 @@ from bough.gguf.reader import GGUFFile
 from bough.gguf.types import QuantType
 from bough.gguf.writer import GGUFWriter
 from bough.models.decoder import Decoder
-from bough.models.spec import ModelSpec
+from bough.models.spec import ExpertSpec, ModelSpec
 
 QWEN35 = {
     "block_count": 8,
@@ -111,6 +111,31 @@ def test_what_cannot_be_run_is_named(tmp_path: Path, changes: dict, message: str
     with pytest.raises(BoughError, match=message) as caught:
         spec_of(tmp_path, **changes)
     assert "model.gguf" in caught.value.message
+
+
+EXPERTS = {"expert_count": 8, "expert_used_count": 2, "expert_feed_forward_length": 32}
+
+
+def test_experts_without_a_shared_one(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, "qwen3moe", **EXPERTS)
+    assert spec.experts == ExpertSpec(count=8, used=2, width=32, shared_width=0) and spec.feed_forward == 0
+    by_width = spec_of(tmp_path, "qwen3moe", **{**EXPERTS, "expert_feed_forward_length": None})
+    assert by_width.experts == ExpertSpec(count=8, used=2, width=64, shared_width=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "needed"),
+    [
+        ({"expert_used_count": 9}, "at most expert_count"),
+        ({"expert_weights_norm": False}, "renormalised"),
+        ({"expert_gating_func": 2}, "1: a softmax"),
+        ({"expert_weights_scale": 2.5}, "needed 1"),
+        ({"expert_shared_feed_forward_length": 32}, "all routed"),
+    ],
+)
+def test_other_experts_are_refused(tmp_path: Path, changes: dict, needed: str) -> None:
+    with pytest.raises(UnsupportedModel, match=f"qwen3moe.{next(iter(changes))} is .* {needed}"):
+        spec_of(tmp_path, "qwen3moe", **{**EXPERTS, **changes})
 
 
 def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Makes Python look like that of another system, as far as this package can tell: `LIKE` says which.
 
-With `CARD` torch says that there is a GPU, on which nothing can be computed; with `TRITON` Triton is there.
+With `CARD` torch says that there is a GPU, on which nothing can be computed; with `DRIVER` a driver is there,
+and a PyTorch without CUDA; with `TRITON` Triton is there.
 
 On the path of a program it is imported before anything else. Modules are missing for this package only: the
 libraries that it uses know their systems.
@@ -8,6 +9,7 @@ libraries that it uses know their systems.
 
 import builtins
 import os
+import pathlib
 import platform
 import signal
 import sys
@@ -84,6 +86,11 @@ class Attributes(type(os)):
         return object.__getattribute__(self, name)
 
 
+DRIVERS = {"windows": "C:/Windows/System32/nvcuda.dll", "wsl2": "/usr/lib/wsl/lib/libcuda.so.1"}
+
+if LIKE and "DRIVER" in os.environ:
+    real_exists = pathlib.Path.exists
+    pathlib.Path.exists = lambda path, **options: str(path) == DRIVERS[LIKE] or real_exists(path, **options)
 if LIKE:
     for name, value in zip(("system", "release"), NAMES.get(LIKE, ()), strict=False):
         setattr(platform, name, lambda value=value: value)

@@ -125,6 +125,21 @@ def test_a_gpu_without_triton_is_refused_in_a_sentence(plain, command, system):
     assert REFUSALS[system] in " ".join(result.stderr.split())
 
 
+@pytest.mark.parametrize("system", REFUSALS)
+def test_a_driver_and_a_pytorch_without_cuda(plain, system):
+    """As `pip install` leaves it on Windows: the CPU computes, and a line says what to install where."""
+    result = run(plain | {"LIKE": system, "DRIVER": "1"}, "run", "-p", "def f(n):", "-n", "8", "--greedy")
+    seen = " ".join(result.stderr.split())
+    assert result.returncode == 0, result.stderr
+    assert (
+        "an NVIDIA driver is here, but this PyTorch has no CUDA, so the CPU computes: pip install torch"
+        in seen
+    )
+    assert ("then pip install triton-windows" in seen) == (system == "windows")
+    doctor = run(plain | {"LIKE": system, "DRIVER": "1"}, "doctor")
+    assert doctor.returncode == 0 and "The CPU works; the GPU was not tried, with 1 warning" in doctor.stdout
+
+
 def test_a_gpu_without_triton_leaves_the_cpu(plain):
     environment = card_of(plain, "windows", triton=False)
     result = run(environment, "run", "--device", "cpu", "-p", "def fibonacci(n):", "-n", "24", "--greedy")

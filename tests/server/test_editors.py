@@ -142,6 +142,28 @@ def test_continue_asks_ollamas_show_whether_a_gap_can_be_filled(http: httpx2.Cli
     assert ".Suffix" in shown["template"] and "insert" in shown["capabilities"]
 
 
+@pytest.mark.parametrize(
+    ("route", "asked"),
+    [
+        ("/infill", GAP),
+        ("/completion", {"prompt": "a"}),
+        ("/v1/completions", {"prompt": "a", "suffix": "b"}),
+        ("/api/generate", {"prompt": "a", "suffix": "b", "stream": False}),
+    ],
+)
+def test_code_may_repeat_itself(
+    server: Live, http: httpx2.Client, monkeypatch: pytest.MonkeyPatch, route: str, asked: dict[str, Any]
+):
+    raws, sampling_for = [], server.session.sampling_for
+    monkeypatch.setattr(
+        server.session,
+        "sampling_for",
+        lambda thinking, *, raw=False: raws.append(raw) or sampling_for(thinking, raw=raw),
+    )
+    http.post(route, json=asked | {"n_predict": 1, "max_tokens": 1}).raise_for_status()
+    assert raws == [True]
+
+
 def test_an_empty_file_and_a_list_of_tokens(server: Live, http: httpx2.Client):
     asked = {"suffix": "\nreturn a", "max_tokens": 6, "temperature": 0}
     expected = completed(http, gap_ids(server, "", "\nreturn a"), max_tokens=6)

@@ -105,12 +105,15 @@ def test_a_port_in_use():
         bind(ServerConfig(host="203.0.113.7"))
 
 
+ODD = ("http://[::1].evil.example", "http://evil.example#a.localhost", "http://", "http://[::1")
+
+
 def test_only_local_origins_are_allowed(http: httpx2.Client):
     for origin in ("http://localhost:3000", "http://127.0.0.1:9", "http://[::1]:5", "https://app.localhost"):
         answer = http.get("/v1/models", headers={"origin": origin})
         assert answer.status_code == 200
         assert answer.headers["access-control-allow-origin"] == origin
-    for origin in ("https://evil.example", "null", "http://localhost.evil.example", "http://["):
+    for origin in ("https://evil.example", "null", "http://localhost.evil.example", "http://[", *ODD):
         answer = http.post("/v1/chat/completions", json=CHAT, headers={"origin": origin})
         assert answer.status_code == 403
         assert "access-control-allow-origin" not in answer.headers

@@ -42,10 +42,7 @@ def fake_gpu(card: Card = H200) -> Iterator[None]:
             replace(torch.cuda, name, MagicMock())
         replace(torch.cuda, "get_device_capability", lambda device=None: capability)
         caches = [
-            each
-            for module in [*modules, import_module("bough.kernels.quant_matmul.int8_hopper")]
-            for each in vars(module).values()
-            if hasattr(each, "cache_clear")
+            each for module in modules for each in vars(module).values() if hasattr(each, "cache_clear")
         ]
         caches.append(import_module("bough.kernels.runtime.triton_pdl").launch_options)
         for each in caches:

@@ -280,10 +280,13 @@ def test_endless_templates_are_stopped(source: str, monkeypatch: pytest.MonkeyPa
         "(9 ** (9 ** 9))",
         "lipsum(n=100000000)",
         "[1]|batch(2000000000, 'x')|list",
+        "[1]|tojson(indent=2000000000)",
+        "[1]|tojson(false, 2000000000)",
+        "[1]|tojson(separators=('a' * 1000000, 'b'))",
     ],
 )
 def test_no_expression_fills_the_memory(expression: str):
-    with pytest.raises(TemplateFailed, match=r"makes over|with a width over"):
+    with pytest.raises(TemplateFailed, match=r"makes over|with a width over|JSON with over"):
         evaluate(f"{{{{ {expression}|string|length }}}}")
 
 

@@ -16,10 +16,12 @@ from tests.text.vocabulary import (
     USER_DEFINED,
     awkward_text,
     marked_text,
+    ranked,
+    ranked_ids,
     trained,
 )
 
-PRES = ["qwen2", "qwen35", "llama-bpe", "gpt-2", "smollm"]
+PRES = ["qwen2", "qwen35", "llama-bpe", "gpt-2", "smollm", "tekken"]
 TOKENIZERS = {pre: Tokenizer.from_metadata(trained(pre)[0]) for pre in PRES}
 ENDOFTEXT, IM_START, IM_END, IM_END_LONG = range(TRAINED, TRAINED + len(CONTROL))
 THINK, THINK_END, TOOL_CALL = range(TRAINED + len(CONTROL), TRAINED + len(CONTROL) + len(USER_DEFINED))
@@ -229,12 +231,13 @@ TYPES = trained("qwen35")[0][f"{KEY}token_type"]
 @pytest.mark.parametrize(
     ("values", "error", "message"),
     [
-        ({"model": "llama"}, UnsupportedModel, "file.gguf: tokenizer.ggml.model is 'llama'; only 'gpt2'"),
+        ({"model": "t5"}, UnsupportedModel, "tokenizer.ggml.model is 't5'; supported are 'gpt2'"),
+        ({"model": "llama"}, BadGGUF, "key tokenizer.ggml.scores is missing"),
         ({"model": None}, BadGGUF, "key tokenizer.ggml.model is missing"),
         (
-            {"pre": "tekken"},
+            {"pre": "viking"},
             UnsupportedModel,
-            "tokenizer.ggml.pre is 'tekken'; supported are .*qwen2, qwen35",
+            "tokenizer.ggml.pre is 'viking'; supported are .*qwen2, qwen35",
         ),
         ({"pre": 3}, UnsupportedModel, "tokenizer.ggml.pre is 3"),
         ({"pre": None}, BadGGUF, "key tokenizer.ggml.pre is missing"),
@@ -324,3 +327,73 @@ def test_tokenizers_that_encode_alike():
     merges = changed()[f"{KEY}merges"]
     assert not first.encodes_like(Tokenizer.from_metadata(changed(merges=merges[:-1])))
     assert not first.encodes_like(Tokenizer.from_metadata(changed(pre="gpt-2")))
+
+
+RANKED = Tokenizer.from_metadata(ranked())
+ranked_text = st.lists(awkward_text | st.sampled_from(["l", "ll", " ", "   ", "▁", "the ", "_"]), max_size=12)
+
+
+@given(text=ranked_text.map("".join))
+def test_ranked_merges_encode_as_sentencepiece(text: str):
+    ids = RANKED.encode(text, special=False)
+    assert ids == ranked_ids(text, ranked())
+    assert RANKED.decode(ids) == text.replace("▁", " ")
+    assert RANKED.count_all([text]) == [len(ids)] and RANKED.encode_all([text]) == [ids]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("bough.text.tokenizer.PIECE", 3)
+        assert RANKED.encode(text, special=False) == ids
+
+
+@pytest.mark.parametrize("run", [" ", "l", "- ", "語", "\x00"])
+def test_runs_of_equal_characters(run: str):
+    for length in range(1, 50):
+        assert RANKED.encode(run * length) == ranked_ids(run * length, ranked())
+
+
+@given(lengths=st.sets(st.integers(2, 20), min_size=1))
+def test_runs_whose_tokens_have_equal_scores_grow_from_the_left(lengths: set[int]):
+    names = ["▁", "a", *("▁" * length for length in sorted(lengths, key=hash))]
+    tokens = [*ranked()[f"{KEY}tokens"][:259], *names]
+    types = [*ranked()[f"{KEY}token_type"][:259], *[1] * len(names)]
+    values = {"tokens": tokens, "token_type": types, "scores": [-1.0] * len(tokens)}
+    metadata = ranked() | {KEY + name: value for name, value in values.items()}
+    tokenizer = Tokenizer.from_metadata(metadata)
+    for length in range(40):
+        assert tokenizer.encode("a" + " " * length) == ranked_ids("a" + " " * length, metadata)
+
+
+def test_a_text_begins_with_a_space_also_after_special_tokens():
+    the = RANKED.encode("the")
+    assert RANKED.encode("<s>the</s><tool>the") == [1, *the, 2, RANKED.id_of("<tool>"), *the]
+    assert RANKED.decode([1, *the, 2, *the], skip_special=False) == "<s>the</s>the"
+    assert RANKED.decode([*the, *the]) == "the the"
+    assert RANKED.stream().push(the) == " the"  # what is generated may continue a text
+    assert (RANKED.bos_id, RANKED.eos_id, RANKED.stop_ids) == (1, 2, {2})
+    without = Tokenizer.from_metadata(ranked() | {f"{KEY}add_space_prefix": False})
+    assert without.encode(" the") == the and without.decode(without.encode(" the</s>the")) == " thethe"
+    assert not without.encodes_like(RANKED)
+
+
+def test_a_vocabulary_with_tokens_of_several_words_is_not_cut(monkeypatch: pytest.MonkeyPatch):
+    tokens = [*ranked()[f"{KEY}tokens"], "o▁", "o▁w"]
+    scores, types = [*ranked()[f"{KEY}scores"], 1.0, 2.0], [*ranked()[f"{KEY}token_type"], 1, 1]
+    metadata = ranked() | {f"{KEY}tokens": tokens, f"{KEY}scores": scores, f"{KEY}token_type": types}
+    monkeypatch.setattr("bough.text.tokenizer.PIECE", 3)
+    tokenizer = Tokenizer.from_metadata(metadata)
+    assert tokenizer.encode("two words, to what") == ranked_ids("two words, to what", metadata)
+    assert len(tokens) - 1 in tokenizer.encode("two words, to what")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"scores": [0.0]}, "scores has 1 entries; needs"),
+        ({"scores": ["0"] * len(ranked()[f"{KEY}tokens"])}, "numbers, one a token"),
+        ({"tokens": ["<unk>", "<s>", "</s>", "<0>", *ranked()[f"{KEY}tokens"][4:]]}, "lacks 1 of .* <0x00>"),
+        ({"tokens": [*ranked()[f"{KEY}tokens"][:-2], "Ж▁Ж", "<tool>"]}, "but not each of its characters"),
+        ({"scores": [0.0] * len(ranked()[f"{KEY}tokens"])}, "with the same score; needs a rank"),
+    ],
+)
+def test_bad_sentencepiece_metadata_is_named(values: dict, message: str):
+    with pytest.raises(BadGGUF, match=message):
+        Tokenizer.from_metadata(ranked() | {KEY + name: value for name, value in values.items()})

@@ -2,6 +2,7 @@
 
 import json
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import tokenizers
@@ -26,6 +27,12 @@ TEXTS = [
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# As Mistral's tokenizer.json has it.
+TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 
@@ -64,7 +71,8 @@ def _tokenizer(pre: str, vocabulary: dict[str, int], merges: list[tuple[str, str
             return Qwen2Tokenizer(vocab=vocabulary, merges=merges).backend_tokenizer
         case "qwen35":
             return Qwen3_5Tokenizer(vocab=vocabulary, merges=merges).backend_tokenizer
-    tokenizer = tokenizers.Tokenizer(BPE(vocabulary, merges, ignore_merges=pre == "llama-bpe"))
+    whole_words = pre in ("llama-bpe", "tekken")
+    tokenizer = tokenizers.Tokenizer(BPE(vocabulary, merges, ignore_merges=whole_words))
     if pre == "smollm":
         digits = pre_tokenizers.Digits(individual_digits=True)
         words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
@@ -72,10 +80,52 @@ def _tokenizer(pre: str, vocabulary: dict[str, int], merges: list[tuple[str, str
     elif pre == "gpt-2":
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     else:
-        split = pre_tokenizers.Split(Regex(LLAMA3), behavior="isolated")
+        pattern = TEKKEN if pre == "tekken" else LLAMA3
+        split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
         as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, as_bytes])
     return tokenizer
+
+
+@cache
+def ranked() -> dict[str, Any]:
+    """GGUF metadata of a SentencePiece vocabulary: characters and merged words with scores, and bytes."""
+    pupil = tokenizers.Tokenizer(BPE())
+    # Spaces begin words, so no token has one behind another character.
+    pupil.pre_tokenizer = pre_tokenizers.Metaspace()
+    pupil.train_from_iterator(TEXTS, BpeTrainer(vocab_size=TRAINED, show_progress=False))
+    vocabulary = pupil.get_vocab()
+    words = sorted(vocabulary, key=vocabulary.__getitem__)
+    merged = [word for word in words if len(word) > 1] + ["▁▁", "▁▁▁", "▁▁▁▁", "lll", "ll"]
+    letters = [word for word in words if len(word) == 1]
+    words = list(dict.fromkeys([*merged, *letters]))
+    control, bytes = ["<unk>", "<s>", "</s>"], [f"<0x{byte:02X}>" for byte in range(256)]
+    tokens = [*control, *bytes, *words, "<tool>"]
+    scores = [0.0] * 259 + [-float(rank) for rank in range(len(words))] + [0.0]
+    # As Llama 2's, whose runs of spaces come last and have the same score.
+    scores = [-1e9 if set(token) == {"▁"} else score for token, score in zip(tokens, scores, strict=True)]
+    return {
+        f"{KEY}model": "llama",
+        f"{KEY}tokens": tokens,
+        f"{KEY}scores": scores,
+        f"{KEY}token_type": [2, 3, 3] + [6] * 256 + [1] * len(words) + [4],
+    }
+
+
+def ranked_ids(text: str, metadata: dict[str, Any]) -> list[int]:
+    """Encode a text without special tokens as SentencePiece does, in the plainest way."""
+    tokens, scores = metadata[f"{KEY}tokens"], metadata[f"{KEY}scores"]
+    ids = {token: id for id, token in enumerate(tokens) if metadata[f"{KEY}token_type"][id] == 1}
+    parts = list("▁" + text.replace(" ", "▁")) if text else []
+    while True:
+        pairs = [(ids.get(a + b), at) for at, (a, b) in enumerate(pairwise(parts))]
+        known = [(-scores[id], at) for id, at in pairs if id is not None]
+        if not known:
+            break
+        _, at = min(known)
+        parts[at : at + 2] = ["".join(parts[at : at + 2])]
+    by_parts = ([ids[part]] if part in ids else [3 + byte for byte in part.encode()] for part in parts)
+    return [id for part in by_parts for id in part]
 
 
 # Code points that are missing in Python's Unicode tables may combine in newer ones.

@@ -21,7 +21,8 @@ from bough.train.draft_data import (
     regenerate,
 )
 from bough.train.draft_target import mask_token
-from bough.train.shards import pack_shards, read_shard, shard_files
+from bough.train.shards import read_shard, shard_files
+from workshop.packed_shards import pack_shards
 
 QUICK = Regeneration(length=48, max_tokens=12, temperatures=(0.0, 1.0), top_p=1.0, seed=5)
 

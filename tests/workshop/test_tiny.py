@@ -11,7 +11,7 @@ from bough.errors import ModelFileError, UnsupportedModel, UsageError
 from tests.convert.gguf_package import read_keys, read_tensors, read_types
 from workshop.tiny import CHAT_TEMPLATE, FAMILIES, VOCABULARY, make_tiny
 
-TENSORS = {"qwen35": 109, "qwen35moe": 76, "qwen3": 47, "qwen2": 51, "llama": 39}
+TENSORS = {"qwen35": 109, "qwen35moe": 76, "qwen3moe": 51, "qwen3": 47, "qwen2": 51, "llama": 39}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -4,9 +4,9 @@
         [--small qwen2.5-coder-0.5b.gguf]
 
 Parts: kernels (matmuls, attention and its tiles), delta (the delta rule; only if named), int8 (its kernels
-checked, timed and tuned), hopper (the CUDA C++ kernel of int8, checked and timed), text (exact against int8
-on real text, with the embedded target and the model of --small), model (8K, 32K and 128K tokens as today,
-with each candidate and in int8, by groups of kernels). The model is grown meanwhile.
+checked, timed and tuned), text (exact against int8 on real text, with the embedded target and the model of
+--small), model (8K, 32K and 128K tokens as today, with each candidate and in int8, by groups of kernels).
+The model is grown meanwhile.
 tests/gpu/test_delta_rule.py and test_attention.py check the kernels, test_memory.py the logits and the memory
 of long prompts.
 """
@@ -16,7 +16,7 @@ import shutil
 import statistics
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -28,7 +28,7 @@ from bough.config import SpecConfig
 from bough.engine.engine import Done, Engine, Request
 from bough.kernels.attention import prefill as attention
 from bough.kernels.delta_rule import chunk as delta
-from bough.kernels.quant_matmul import PackedWeight, int8_kernels
+from bough.kernels.quant_matmul import PackedWeight
 from bough.memory.estimate import prefill_bytes
 from bough.models.measure import _parts as parts_of
 from bough.models.spec import ModelSpec
@@ -62,7 +62,7 @@ GROUPS = {
     "convolution": ("_chunk_conv_kernel",),
     "attention": ("_chunk_attention_kernel", "_expand_kernel"),
     "weights expanded": ("expand",),
-    "matmul": ("gemm", "nvjet", "cutlass", "xmma", "cublas", "_matmul_kernel", "int8_matmul"),
+    "matmul": ("gemm", "nvjet", "cutlass", "xmma", "cublas", "_matmul_kernel"),
     "scaled": ("_scale_rows_kernel",),
     "norms and gates": ("norm", "silu", "gated", "rows_", "head_", "cache"),
     "scaled and copied": ("elementwise", "copy", "index", "Memcpy", "Memset"),
@@ -263,13 +263,11 @@ class Way:
     name: str
     descriptors: bool = True
     int8: bool = False
-    hopper: bool = False
 
 
 EXACT = Way("exact")
 POINTERS = Way("exact, without descriptors", descriptors=False)
 INT8 = Way("int8", int8=True)
-HOPPER = replace(INT8, name="int8, Hopper kernel", hopper=True)
 
 
 class Switches:
@@ -289,7 +287,6 @@ class Switches:
 
     def set(self, way: Way) -> None:
         attention.DESCRIPTORS = way.descriptors
-        int8_kernels.HOPPER_KERNEL = way.hopper
         for weight, rows in self._weights:
             object.__setattr__(weight, "int8_rows", rows if way.int8 else 0)
 
@@ -309,8 +306,7 @@ def model(report: Report) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     engine, rate = session.engine, arithmetic(report)
     switches = Switches(engine)
-    best = HOPPER if (report.folder / "hopper").exists() else INT8
-    every, few = list(dict.fromkeys((EXACT, POINTERS, INT8, best))), (EXACT, best)
+    every, few = (EXACT, POINTERS, INT8), (EXACT, INT8)
     guarded(report, "logits", lambda: logits(report, engine, switches, every))
     for tokens, ways in ((8192, every), (32768, few), (longest, few)):
         for way in ways:
@@ -414,22 +410,21 @@ PARTS = {
     "kernels": kernels,
     "delta": delta_rule,
     "int8": prefill_int8.kernels,
-    "hopper": prefill_int8.hopper,
     "text": prefill_int8.text,
     "model": model,
 }
 # Seconds of the parts before the model, which gets the rest of the time.
-SHARES = {"kernels": 75.0, "delta": 60.0, "int8": 55.0, "hopper": 25.0, "text": 30.0}
+SHARES = {"kernels": 75.0, "delta": 60.0, "int8": 55.0, "text": 30.0}
 
 
 @case(seconds=375)
 def main(
     report: Report,
     *,
-    only: Annotated[str, "parts, in their order"] = "kernels,int8,hopper,text,model",
+    only: Annotated[str, "parts, in their order"] = "kernels,int8,text,model",
     small: Annotated[Path | None, "a real small model, for the cost of int8 in its text"] = None,
     shape: Annotated[str, "of the model: 27b, or double for a trial"] = "27b",
-    part: Literal["kernels", "delta", "int8", "hopper", "text", "model"] | None = None,
+    part: Literal["kernels", "delta", "int8", "text", "model"] | None = None,
     folder: Path | None = None,
 ) -> None:
     if part is None:

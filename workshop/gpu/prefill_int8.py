@@ -14,7 +14,6 @@ from bough.gguf.reader import GGUFFile
 from bough.gguf.types import QuantType
 from bough.kernels.quant_matmul import (
     PackedWeight,
-    cuda,
     int8,
     int8_kernels,
     pack,
@@ -28,8 +27,8 @@ from bough.models.decoder import Decoder
 from bough.models.spec import ModelSpec
 from bough.models.step import Step
 from bough.models.weights import WeightLoader
-from bough.session.loading import _text_of
 from bough.state.sequences import SequenceStates
+from bough.text.tokenizer import Tokenizer
 from tests.gpu.texts import embedded_pair
 from workshop.report import Report, eager_ms
 
@@ -63,7 +62,7 @@ def random_weight(type: QuantType, rows: int, columns: int) -> PackedWeight:
     return pack(some.repeat(-(-rows // 32), 1)[:rows], type)
 
 
-def check_int8(report: Report, name: str = "int8") -> None:
+def check_int8(report: Report) -> None:
     """Compare the kernels with their reference, on odd shapes, and with exact matmuls."""
     for type in CHECKED:
         weight = with_int8(random_weight(type, 1000, 5120), 1000)
@@ -81,7 +80,7 @@ def check_int8(report: Report, name: str = "int8") -> None:
         }
         again = packed.packed_matmuls(rows, [weight])
         passed = error < 2e-3 and relative(found[:, 896:], exact[:, 896:]) < 1e-3
-        report.check(f"{name} {type.name}", passed and torch.equal(found, again), **facts)
+        report.check(f"int8 {type.name}", passed and torch.equal(found, again), **facts)
 
 
 def time_int8(report: Report) -> None:
@@ -121,11 +120,7 @@ def parts(report: Report) -> None:
     out = torch.empty(8192, count, device="cuda")
     works = {
         "rows to int8": (partial(int8_kernels.quantise_rows, x, rows), 3 * 8192 * columns),
-        "weights to int8": (partial(cuda.requantise, weight, 0, codes), 1.5625 * count * columns),
-        "weights to int8, Triton": (
-            partial(int8_kernels.requantise, weight, 0, codes),
-            1.5625 * count * columns,
-        ),
+        "weights to int8": (partial(int8_kernels.requantise, weight, 0, codes), 1.5625 * count * columns),
         "weights to float16": (partial(packed.expand_weight, weight, 0, half), 2.5625 * 12800 * columns),
         "int8 matmul": (partial(int8_kernels.matmul, rows, codes, out), 0),
         "row scales, torch": (partial(out.mul_, x.scale[:, None]), 8 * out.numel()),
@@ -188,29 +183,6 @@ def guarded(report: Report, name: str, work: Callable[[], None]) -> None:
         report.check(name, False, failed=str(failure)[:300])
 
 
-def hopper(report: Report) -> None:
-    """Check and time the CUDA C++ kernel; a process of its own, with little time, should it never end."""
-    int8_kernels.HOPPER_KERNEL = True
-    check_int8(report, "int8, Hopper kernel")
-    if report.failed:
-        return
-    for count, columns in ((12800, 5120), (5120, 17408), (5120, 6144)):
-        x, weight = (int8.quantise(torch.randn(rows, columns, device="cuda")) for rows in (8192, count))
-        tiles = [int8.in_tiles(each) for each in (x, weight)]
-        outs = [torch.full((8192, count), float("nan"), device="cuda") for _ in range(2)]
-        times = [
-            ms(partial(int8_kernels.matmul, *each, out))
-            for each, out in zip(((x, weight), tiles), outs, strict=True)
-        ]
-        tops = [round(2 * 8192 * count * columns / each / 1e9) for each in times]
-        error = relative(outs[1], outs[0])
-        facts = {"shape": [count, columns], "triton_tops": tops[0], "hopper_tops": tops[1]}
-        report.check("int8, Hopper against Triton", error < 1e-5, error=error, **facts)
-    # The model's part uses the kernel only if it was right.
-    if not report.failed:
-        (report.folder / "hopper").touch()
-
-
 def decoder(file: GGUFFile, device: torch.device, *, int8: bool) -> Decoder:
     """Return a model; on a CPU, for a trial, with its weights in tiles and the reference of its matmuls."""
     if device.type == "cuda":
@@ -242,7 +214,7 @@ def cost(report: Report, path: Path, device: torch.device, tokens: int) -> None:
     """Compare next-token distributions of exact and int8 prefill over real text: one file's cost."""
     with GGUFFile.open(path) as file:
         exact, rounded = (decoder(file, device, int8=int8) for int8 in (False, True))
-        tokenizer, _ = _text_of(file, exact.spec)
+        tokenizer = Tokenizer.from_metadata(file.metadata, source=str(path))
     for name, files in TEXTS.items():
         text = text_of(files)
         ids = torch.tensor(tokenizer.encode(text[10_000 : 10_000 + 8 * tokens])[:tokens], device=device)

@@ -35,9 +35,10 @@ from bough.gguf.reader import GGUFFile
 from bough.models.spec import ModelSpec
 from bough.session.loading import load_session
 from bough.train.draft_model import TrainedDraft, new_spec
-from bough.train.shards import pack_shards, read_shard, shard_files
+from bough.train.shards import read_shard, shard_files
 from workshop.case import case
 from workshop.gpu.stages import Stages
+from workshop.packed_shards import pack_shards
 from workshop.report import Report
 
 STOPPED = 3  # of workshop/training/draft.py

@@ -22,6 +22,9 @@ CARDS = {
     "H100": 3352,
     "H200": 4800,
 }
+# GiB that cards of consumers report, for a list of those of one size.
+MEMORY = {"RTX 3090": 23.69, "RTX 3090 Ti": 23.69, "RTX 4090": 23.64, "L4": 22.03}
+MEMORY |= {"RTX 3080": 9.64, "RTX 4080": 15.6, "RTX 5070 Ti": 15.5, "RTX 5080": 15.5, "RTX 5090": 31.4}
 # Of the data sheet's bandwidth that a step of one row reaches on an H200 with a 27B in Q4_K_M.
 ROW_SHARE = 0.603 * 4347 / 4800
 CPU_SHARE = 0.7  # of a copy's bandwidth, in native code
@@ -33,8 +36,8 @@ TREE_TOKENS = 4  # accepted in a step: DFlash drafts have 4 to 8 on code and sum
 def card_of_device(name: str) -> str | None:
     """Return the card of a device's name, such as NVIDIA GeForce RTX 4090; None: it is not in the list."""
     plain = "".join(name.lower().split())
-    found = [card for card in CARDS if "".join(card.lower().split()) in plain.replace("-", "")]
-    return max(found, key=len, default=None)
+    cards = [card for card in CARDS if "".join(card.lower().split()) in plain.replace("-", "")]
+    return max(cards, key=len, default=None)
 
 
 def about_tok_s(size: int, active: float, device: str, *, draft: bool) -> tuple[float, float | None] | None:

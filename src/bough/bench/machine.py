@@ -62,7 +62,7 @@ def _commit() -> str:
     """Return the checkout's commit, with a suffix if it was changed, or "installed"."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude", "*"]
     try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=10)
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return "installed"
-    return found.stdout.strip() or "installed"
+    return answer.stdout.strip() or "installed"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from bough.bench.suites import Prompt
+from bough.bench.suites import SuitePrompt
 from bough.engine.sampler import SamplingParams
 from bough.engine.stats import StepRecord
 from bough.session.collected import GeneratedOutput
@@ -18,14 +18,14 @@ RUN, TIMES = 12, 3  # an output loops once an n-gram of RUN tokens occurs TIMES 
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class BenchSettings:
     """Settings shared by all prompts of a run."""
 
     n_gen: int | None = None  # most tokens of an answer; None: SPEED, or SCORED where there is a score
     seed: int = 0
     thinking: bool | None = None
 
-    def limit(self, prompt: Prompt) -> int:
+    def limit(self, prompt: SuitePrompt) -> int:
         """Return the most tokens of a prompt's answer."""
         return self.n_gen or (SPEED if prompt.score is None else SCORED)
 
@@ -62,19 +62,29 @@ class Endpoint(Protocol):
         """Clear the prefix cache, if possible."""
 
     def generate(
-        self, prompt: Prompt, messages: Sequence[Mapping[str, Any]], *, budget: int | None, temperature: float
+        self,
+        prompt: SuitePrompt,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        budget: int | None,
+        temperature: float,
     ) -> Measurement: ...
 
 
 class LocalEndpoint:
-    def __init__(self, session: Session, settings: Settings, cancelled: Callable[[], bool]):
+    def __init__(self, session: Session, settings: BenchSettings, cancelled: Callable[[], bool]):
         self._session, self._settings, self._cancelled = session, settings, cancelled
 
     def clear_cache(self) -> None:
         self._session.engine.prefixes.clear()
 
     def generate(
-        self, prompt: Prompt, messages: Sequence[Mapping[str, Any]], *, budget: int | None, temperature: float
+        self,
+        prompt: SuitePrompt,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        budget: int | None,
+        temperature: float,
     ) -> Measurement:
         settings = self._settings
         request = TextRequest(
@@ -139,12 +149,12 @@ def _acceptance(steps: Sequence[StepRecord], tokens: int) -> float:
 
 
 def _by_rows(steps: Sequence[StepRecord]) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {}
+    sums: dict[str, list[float]] = {}
     for step in steps:
-        entry = found.setdefault(str(step.rows), [0, 0.0])
+        entry = sums.setdefault(str(step.rows), [0, 0.0])
         entry[0] += 1
         entry[1] = round(entry[1] + 1000 * step.seconds, 3)
-    return found
+    return sums
 
 
 class _PeakMemory:

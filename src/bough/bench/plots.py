@@ -22,9 +22,9 @@ def render(lines: Sequence[Result], folder: Path, *, title: str) -> dict[str, Pa
     """Write the plots for which there are results; return their files by title."""
     require()
     folder.mkdir(parents=True, exist_ok=True)
-    found, measured = rows(lines), [line for line in lines if "skipped" not in line]
-    suites = [row for row in found if row["suite"] != "sweep"]
-    sweep = [row for row in found if row["suite"] == "sweep" and row["budget"] != PLAIN]
+    figures, measured = rows(lines), [line for line in lines if "skipped" not in line]
+    suites = [row for row in figures if row["suite"] != "sweep"]
+    sweep = [row for row in figures if row["suite"] == "sweep" and row["budget"] != PLAIN]
     plots = {
         "Speed-up by suite": _speedup(suites, title),
         "Accepted tokens by position": _positions(measured, title),
@@ -86,20 +86,20 @@ def _heat(temperature: float) -> str:
     return f"T = {temperature:g}" if temperature else "greedy"
 
 
-def _speedup(found: Sequence[Row], title: str) -> Any:
-    found = [row for row in found if row["speedup"]]
-    if not found:
+def _speedup(figures: Sequence[Row], title: str) -> Any:
+    figures = [row for row in figures if row["speedup"]]
+    if not figures:
         return None
-    temperatures = list(dict.fromkeys(row["temperature"] for row in found))
-    suites = list(dict.fromkeys(row["suite"] for row in found))
+    temperatures = list(dict.fromkeys(row["temperature"] for row in figures))
+    suites = list(dict.fromkeys(row["suite"] for row in figures))
     about = f"{title}; mean ± standard deviation over prompts"
     figure, axes = _axes("Speed-up of tree decoding", about, "", "speed-up over plain decoding")
     width = 0.72 / len(temperatures)
     for index, temperature in enumerate(temperatures):
-        chosen = [row for row in found if row["temperature"] == temperature]
+        points = [row for row in figures if row["temperature"] == temperature]
         offset = (index - (len(temperatures) - 1) / 2) * width
-        positions = [suites.index(row["suite"]) + offset for row in chosen]
-        means, spreads = ([row["speedup"][name] for row in chosen] for name in ("mean", "sd"))
+        positions = [suites.index(row["suite"]) + offset for row in points]
+        means, spreads = ([row["speedup"][name] for row in points] for name in ("mean", "sd"))
         axes.bar(positions, means, 0.92 * width, color=COLOURS[index], label=_heat(temperature))
         axes.errorbar(positions, means, spreads, fmt="none", ecolor="#333333", elinewidth=1, capsize=3)
         for position, mean, sd in zip(positions, means, spreads, strict=True):
@@ -111,7 +111,7 @@ def _speedup(found: Sequence[Row], title: str) -> Any:
                 ha="center",
                 fontsize=10,
             )
-    top = max(row["speedup"]["mean"] + row["speedup"]["sd"] for row in found)
+    top = max(row["speedup"]["mean"] + row["speedup"]["sd"] for row in figures)
     axes.set_ylim(0, (1.15 if len(temperatures) == 1 else 1.35) * max(top, 1.0))
     axes.set_xlim(-0.6, len(suites) - 0.4)
     axes.axhline(1, color="#333333", linewidth=1, linestyle="--")
@@ -162,12 +162,12 @@ def _positions(lines: Sequence[Result], title: str) -> Any:
 def _cost(lines: Sequence[Result], title: str) -> Any:
     """Plot the step time by rows at the shortest context; the median over outputs."""
     shortest = min((line["context"] for line in lines), default=0)
-    found: dict[int, list[float]] = {}
+    seconds: dict[int, list[float]] = {}
     for line in lines:
         if line["context"] == shortest:
             for size, (count, milliseconds) in line.get("steps_by_rows", {}).items():
-                found.setdefault(int(size), []).extend([milliseconds / count] * (count >= FEW_STEPS))
-    costs = {size: median(means) for size, means in sorted(found.items()) if means}
+                seconds.setdefault(int(size), []).extend([milliseconds / count] * (count >= FEW_STEPS))
+    costs = {size: median(means) for size, means in sorted(seconds.items()) if means}
     if len(costs) < 3 or 1 not in costs:
         return None
     figure, axes = _axes(
@@ -188,12 +188,12 @@ def _budget(sweep: Sequence[Row], title: str) -> Any:
     smallest = min(row["context"] for row in sweep)
     figure, axes = _axes("Speed-up by tree budget", title, "tree nodes", "speed-up over plain decoding")
     for index, temperature in enumerate(dict.fromkeys(row["temperature"] for row in sweep)):
-        chosen = sorted(
+        points = sorted(
             (row for row in sweep
              if row["temperature"] == temperature and row["context"] == smallest and row["speedup"]),
             key=lambda row: row["budget"],
         )  # fmt: skip
-        budgets, means = [row["budget"] for row in chosen], [row["speedup"]["mean"] for row in chosen]
+        budgets, means = [row["budget"] for row in points], [row["speedup"]["mean"] for row in points]
         axes.plot(
             budgets,
             means,
@@ -216,19 +216,19 @@ def _context(sweep: Sequence[Row], title: str) -> Any:
     if len({row["context"] for row in sweep}) < 2:
         return None
     coolest = min(row["temperature"] for row in sweep)
-    chosen = [row for row in sweep if row["temperature"] == coolest and row["tok_s"] and row["plain_tok_s"]]
-    smallest = min(row["context"] for row in chosen)
-    best = max((row for row in chosen if row["context"] == smallest), key=lambda row: row["tok_s"]["mean"])
-    chosen = sorted(
-        (row for row in chosen if row["budget"] == best["budget"]), key=lambda row: row["context"]
+    points = [row for row in sweep if row["temperature"] == coolest and row["tok_s"] and row["plain_tok_s"]]
+    smallest = min(row["context"] for row in points)
+    best = max((row for row in points if row["context"] == smallest), key=lambda row: row["tok_s"]["mean"])
+    points = sorted(
+        (row for row in points if row["budget"] == best["budget"]), key=lambda row: row["context"]
     )
     figure, axes = _axes("Throughput by context", title, "prompt tokens", "tokens per second")
-    lengths = [row["prompt_tokens"]["mean"] for row in chosen]
+    lengths = [row["prompt_tokens"]["mean"] for row in points]
     for name, label, colour in (
         ("tok_s", f"tree of {best['budget']} nodes", COLOURS[0]),
         ("plain_tok_s", "plain decoding", GREY),
     ):
-        means = [row[name]["mean"] for row in chosen]
+        means = [row[name]["mean"] for row in points]
         axes.plot(lengths, means, marker="o", markersize=5, linewidth=1.8, color=colour, label=label)
     axes.set_ylim(bottom=0)
     axes.legend(frameon=False, fontsize=10)

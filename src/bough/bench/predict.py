@@ -44,12 +44,12 @@ class Range:
 
 def card_named(name: str) -> str:
     """Return the card that is meant: `3090`, `rtx-3090` and `RTX 3090` are one."""
-    wanted = _plain(name)
-    found = [card for card in CARDS if wanted and _plain(card).endswith(wanted)]
-    found = [card for card in found if _plain(card) == wanted] or found
-    if len(found) != 1:
+    plain = _plain(name)
+    cards = [card for card in CARDS if plain and _plain(card).endswith(plain)]
+    cards = [card for card in cards if _plain(card) == plain] or cards
+    if len(cards) != 1:
         raise UsageError(f"`predict` is {name!r}, needed: one of {', '.join(CARDS)}", param="predict")
-    return found[0]
+    return cards[0]
 
 
 def _plain(name: str) -> str:

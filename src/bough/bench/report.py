@@ -7,6 +7,7 @@ from typing import Any
 
 from bough.bench import measure
 from bough.bench.runner import PLAIN, Result
+from bough.old_name import NAME, OLD_NAME
 
 Figure = dict[str, float]  # mean, sd and n
 Row = dict[str, Any]
@@ -113,8 +114,8 @@ def _row(key: tuple[Any, ...], group: Sequence[Result], plain: Mapping[Any, Resu
 
 def document(head: Result, lines: Sequence[Result]) -> dict[str, Any]:
     """Return the whole run as JSON data; `lines` without the outputs' texts."""
-    kept = [{name: value for name, value in line.items() if name != "text"} for line in lines]
-    return summary(head, lines) | {"lines": kept}
+    entries = [{name: value for name, value in line.items() if name != "text"} for line in lines]
+    return summary(head, lines) | {"lines": entries}
 
 
 def summary(head: Result, lines: Sequence[Result]) -> dict[str, Any]:
@@ -132,8 +133,8 @@ def tables(lines: Sequence[Result]) -> dict[tuple[str, ...], list[list[str]]]:
     """Return the throughput table and the step table as text, by their columns; overall rows come last."""
     temperatures = sorted({line["temperature"] for line in lines if "skipped" not in line})
     totals = [overall([line for line in lines if line.get("temperature") == each]) for each in temperatures]
-    found = [*rows(lines), *(total for total in totals if total)]
-    return {SPEED: [_speed(row) for row in found], STEPS: [_steps(row) for row in found]}
+    figures = [*rows(lines), *(total for total in totals if total)]
+    return {SPEED: [_speed(row) for row in figures], STEPS: [_steps(row) for row in figures]}
 
 
 def _speed(row: Row) -> list[str]:
@@ -169,10 +170,10 @@ def name_of(row: Row) -> str:
     return f"sweep {row['budget']}{tokens}{heat}"
 
 
-def spread(found: Figure | None, digits: int) -> str:
-    if found is None:
+def spread(figure: Figure | None, digits: int) -> str:
+    if figure is None:
         return "–"
-    return f"{found['mean']:.{digits}f}" + (f" ± {found['sd']:.{digits}f}" if found["n"] > 1 else "")
+    return f"{figure['mean']:.{digits}f}" + (f" ± {figure['sd']:.{digits}f}" if figure["n"] > 1 else "")
 
 
 def _score(row: Row) -> str:
@@ -181,8 +182,8 @@ def _score(row: Row) -> str:
     return percent(row["score"]) + (f", {cut} of {row['cut']['n']} cut" if cut else "")
 
 
-def percent(found: Figure | None) -> str:
-    return "–" if found is None else f"{100 * found['mean']:.0f}%"
+def percent(figure: Figure | None) -> str:
+    return "–" if figure is None else f"{100 * figure['mean']:.0f}%"
 
 
 def markdown(
@@ -211,7 +212,7 @@ def subject(head: Result) -> str:
 
 
 def _version(head: Result) -> str:
-    return head.get("bough") or head["treeflash"]  # the name before the renaming
+    return head.get(NAME) or head[OLD_NAME]
 
 
 def _machine(head: Result) -> str:
@@ -296,7 +297,7 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, s
     The comparison is paired by prompt, so that the spread between prompts is not counted as noise.
     """
     before, after = (_by_prompt(document["lines"]) for document in (old, new))
-    found = []
+    rows = []
     for group in after:
         for label, (name, digits) in METRICS.items():
             ours, theirs = after[group].get(name, {}), before.get(group, {}).get(name, {})
@@ -309,7 +310,7 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, s
             share = change / mean if mean else (math.inf if change else 0.0)
             suite, heat, context = group
             where = suite + (f" T={heat:g}" if heat else "") + (f" context {context}" if context else "")
-            found.append(
+            rows.append(
                 (
                     where,
                     label,
@@ -319,7 +320,7 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, s
                     _beyond_noise(changes, share),
                 )
             )
-    return found
+    return rows
 
 
 def _beyond_noise(changes: Sequence[float], share: float) -> bool:
@@ -330,10 +331,10 @@ def _beyond_noise(changes: Sequence[float], share: float) -> bool:
 
 
 def _by_prompt(lines: Sequence[Result]) -> dict[tuple[str, float, int], dict[str, dict[Any, float]]]:
-    found: dict[tuple[str, float, int], dict[str, dict[Any, float]]] = {}
+    prompts: dict[tuple[str, float, int], dict[str, dict[Any, float]]] = {}
     for group, prompt, name, number in _figures(lines):
-        found.setdefault(group, {}).setdefault(name, {})[prompt] = number
-    return found
+        prompts.setdefault(group, {}).setdefault(name, {})[prompt] = number
+    return prompts
 
 
 def _figures(lines: Sequence[Result]) -> Iterator[tuple[tuple[str, float, int], Any, str, float]]:

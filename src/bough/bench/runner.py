@@ -9,7 +9,7 @@ from typing import Any
 
 from bough.bench import scores
 from bough.bench.measure import Endpoint
-from bough.bench.suites import Prompt
+from bough.bench.suites import SuitePrompt
 from bough.errors import PromptTooLong, UsageError
 
 Result = dict[str, Any]
@@ -21,7 +21,7 @@ PLAIN = 0
 class BenchCase:
     """The prompts of one thread with one budget and temperature."""
 
-    prompts: tuple[Prompt, ...]
+    prompts: tuple[SuitePrompt, ...]
     budget: int | None  # PLAIN: plain decoding; None: the server's default
     temperature: float
 
@@ -31,7 +31,7 @@ class BenchCase:
 
 
 def cases(
-    prompts: Sequence[Prompt], budgets: Sequence[int | None], temperatures: Sequence[float]
+    prompts: Sequence[SuitePrompt], budgets: Sequence[int | None], temperatures: Sequence[float]
 ) -> list[BenchCase]:
     """Return the cases in order of measurement; the order of the budgets alternates between threads.
 
@@ -84,9 +84,9 @@ class ResultFile:
 
     def runs(self) -> list[tuple[Result, list[Result]]]:
         """Return every run's header and results."""
-        found: list[tuple[Result, list[Result]]] = []
+        runs: list[tuple[Result, list[Result]]] = []
         if not self.path.exists():
-            return found
+            return runs
         texts = self.path.read_text(encoding="utf-8").splitlines()
         for number, text in enumerate(texts, 1):
             try:
@@ -96,10 +96,10 @@ class ResultFile:
                     continue  # a killed run left an incomplete line
                 raise UsageError(f"{self.path}, line {number}, is not JSON: {text[:60]!r}") from error
             if "run" in line:
-                found.append((line["run"], []))
-            elif found and "prompt" in line:
-                found[-1][1].append(line)
-        return found
+                runs.append((line["run"], []))
+            elif runs and "prompt" in line:
+                runs[-1][1].append(line)
+        return runs
 
     def resume(self, settings: Mapping[str, Any]) -> dict[Key, Result]:
         """Return the results of the last run with exactly these settings."""
@@ -142,15 +142,15 @@ def key_of(line: Result) -> Key:
 def record(
     file: ResultFile,
     head: Result,
-    found: dict[Key, Result],
+    results: dict[Key, Result],
     lines: Iterator[Result],
     notify: Callable[[Result], None] = lambda line: None,
 ) -> None:
     """Write the run's header, the earlier results in `found` and each new result; add those to `found`."""
     file.begin(head)
-    for line in found.values():
+    for line in results.values():
         file.add(line)
     for line in lines:
         file.add(line)
-        found[key_of(line)] = line
+        results[key_of(line)] = line
         notify(line)

@@ -92,8 +92,8 @@ def gsm8k(item: Item, answer: str) -> bool:
 
 
 def math500(item: Item, answer: str) -> bool:
-    found = boxed(answer)
-    return found is not None and _plain(found) == _plain(item["answer"])
+    expression = boxed(answer)
+    return expression is not None and _plain(expression) == _plain(item["answer"])
 
 
 def boxed(text: str) -> str | None:
@@ -125,10 +125,10 @@ def _plain(formula: str) -> str:
 def json_keys(item: Item, answer: str) -> bool:
     """Return whether the answer is a JSON object, fenced or bare, with exactly the item's keys."""
     try:
-        found = json.loads(code_of(answer))
+        value = json.loads(code_of(answer))
     except ValueError:
         return False
-    return isinstance(found, dict) and set(found) == set(item["keys"])
+    return isinstance(value, dict) and set(value) == set(item["keys"])
 
 
 _RUN_CODE = (humaneval, mbpp, own_tests)

@@ -26,14 +26,14 @@ _SAMPLINGS = {"greedy": SamplingParams(seed=1), "T 0.8": SamplingParams(temperat
 def measure(session: Session, *, repeats: int = 15, tokens: int = TOKENS) -> dict[str, Any]:
     """Return everything that says how a model runs on this machine."""
     target = session.engine.target
-    found = step.measure_steps(session, repeats=repeats)
+    steps = step.measure_steps(session, repeats=repeats)
     head = machine.head({}, "bough share")
     return {
         **{key: head[key] for key in ("bough", "commit", "cpus", "load")},
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "system": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
         **card(target.device),
-        **found,
+        **steps,
         "what": "share",
         "texts": texts(session, tokens),
         "weights_bytes": session.plan.estimate.parts["weights"],
@@ -60,12 +60,12 @@ def card(device: torch.device) -> dict[str, Any]:
 
 def texts(session: Session, tokens: int) -> list[dict[str, Any]]:
     """Return, for each prompt and sampling, whether the text with trees is that of plain decoding."""
-    found = []
+    answers = []
     for name, sampling in _SAMPLINGS.items():
         for prompt in PROMPTS:
             runs = [_generate(session, prompt, sampling, budget, tokens) for budget in (0, None)]
             stats = runs[1].stats
-            found.append(
+            answers.append(
                 {
                     "sampling": name,
                     "same": runs[0].tokens == runs[1].tokens,
@@ -75,7 +75,7 @@ def texts(session: Session, tokens: int) -> list[dict[str, Any]]:
                     "tree_tok_s": round(stats.decode_tok_s, 1),
                 }
             )
-    return found
+    return answers
 
 
 def _generate(

@@ -42,8 +42,8 @@ def _run(session: Session, prompt: list[int], tokens: int, cancelled: Callable[[
 def _repeated(test: Callable[[], float]) -> dict[str, Any]:
     test()  # warms up
     end = time.monotonic() + SECONDS
-    found = [test()]
-    while len(found) < TIMES and time.monotonic() < end:
-        found.append(test())
-    spread = statistics.stdev(found) if len(found) > 1 else 0.0
-    return {"mean": statistics.fmean(found), "sd": spread, "n": len(found)}
+    times = [test()]
+    while len(times) < TIMES and time.monotonic() < end:
+        times.append(test())
+    spread = statistics.stdev(times) if len(times) > 1 else 0.0
+    return {"mean": statistics.fmean(times), "sd": spread, "n": len(times)}

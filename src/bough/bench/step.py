@@ -82,13 +82,13 @@ def measure_steps(
     rows = []
     try:
         for size in sizes:
-            found = probe.times(size, repeats)
-            found["bytes"] = moved = plan.estimate.read_bytes(size) + states
-            found["bandwidth_share"] = moved / (found["verify_ms"] / 1000) / bandwidth
+            times = probe.times(size, repeats)
+            times["bytes"] = moved = plan.estimate.read_bytes(size) + states
+            times["bandwidth_share"] = moved / (times["verify_ms"] / 1000) / bandwidth
             traced = step_profile.shares(probe.trace(size, _TRACED), _TRACED)
-            whole = found["verify_ms"] + found["walk_ms"]
+            whole = times["verify_ms"] + times["walk_ms"]
             parts = {"parts_ms": {name: share * whole for name, share in traced.items()}} if traced else {}
-            rows.append({"rows": size, **found, **parts})
+            rows.append({"rows": size, **times, **parts})
     finally:
         probe.close()
     return {
@@ -111,10 +111,10 @@ def kernel_times(session: Session, rows: int, *, context: int = 256, steps: int 
     probe = StepProbe(session.engine, context, rounds=steps + 4)
     try:
         probe.times(rows, 1)
-        found = step_profile.by_kernel(probe.trace(rows, steps))
+        kernels = step_profile.by_kernel(probe.trace(rows, steps))
     finally:
         probe.close()
-    return {name[:70]: microseconds / 1000 / steps for name, microseconds in found.items()}
+    return {name[:70]: microseconds / 1000 / steps for name, microseconds in kernels.items()}
 
 
 def read_bandwidth(device: torch.device) -> float:
@@ -178,18 +178,18 @@ class StepProbe:
 
         What the draft proposes is not what is verified: every size has to be full.
         """
-        found: dict[str, list[float]] = defaultdict(list)
+        samples: dict[str, list[float]] = defaultdict(list)
         for number in range(repeats + 2):
             begin = time.perf_counter()
             step = self._engine.pipeline.probe(self._sequence, self.comb(rows))
             whole = time.perf_counter() - begin
             if number >= 2:
-                found["draft_ms"].append(step.draft_s)
-                found["verify_ms"].append(step.forward_s)
-                found["walk_ms"].append(step.accept_s)
-                found["step_ms"].append(whole)
-                found["gap_ms"].append(whole - step.whole_s)
-        return {name: 1000 * statistics.median(values) for name, values in found.items()}
+                samples["draft_ms"].append(step.draft_s)
+                samples["verify_ms"].append(step.forward_s)
+                samples["walk_ms"].append(step.accept_s)
+                samples["step_ms"].append(whole)
+                samples["gap_ms"].append(whole - step.whole_s)
+        return {name: 1000 * statistics.median(values) for name, values in samples.items()}
 
     def trace(self, rows: int, count: int, *, draft: bool = False) -> list[Span]:
         """Return the kernels of `count` forwards with acceptance; `draft`: of the draft calls, too.

@@ -20,7 +20,7 @@ SWEEP_PROMPTS = ("code", "prose")
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class SuitePrompt:
     suite: str
     name: str
     messages: Sequence[Mapping[str, Any]]
@@ -55,7 +55,7 @@ SUITES = (*SOURCES, "builtin", "agent", "sweep")
 
 def load(
     suite: str, count: int | None, *, data: Path | None, offline: bool = False, contexts: Sequence[int] = (0,)
-) -> list[Prompt]:
+) -> list[SuitePrompt]:
     """Return `count` evenly spaced prompts of the suite, at most all; None: its default number."""
     if suite == "builtin":
         return list(_builtin())[:count]  # already in mixed order
@@ -80,8 +80,8 @@ def load(
     if suite == "mbpp":
         # The test split: earlier items are few-shot examples, later ones training data.
         items = [item for item in items if 11 <= int(item["task_id"]) <= 510]
-    chosen = _spread(range(len(items)), count or 10)
-    return [prompt for index in chosen for prompt in make(suite, index, items[index])]
+    indices = _spread(range(len(items)), count or 10)
+    return [prompt for index in indices for prompt in make(suite, index, items[index])]
 
 
 def _spread(indices: Sequence[int], count: int) -> list[int]:
@@ -121,9 +121,9 @@ def _from_hub(source: SuiteSource, suite: str, offline: bool) -> list[dict[str, 
 
 def _single(
     suite: str, index: int, item: Mapping[str, Any], *, score: scores.Score, ask: Any
-) -> list[Prompt]:
+) -> list[SuitePrompt]:
     messages = [{"role": "user", "content": ask(item)}]
-    return [Prompt(suite, f"{suite}/{index}", messages, item=item, score=score)]
+    return [SuitePrompt(suite, f"{suite}/{index}", messages, item=item, score=score)]
 
 
 def _humaneval(item: Mapping[str, Any]) -> str:
@@ -134,10 +134,10 @@ def _mbpp(item: Mapping[str, Any]) -> str:
     return f"{item.get('prompt') or item['text']}\nYour code should pass: {item['test_list'][0]}"
 
 
-def _mtbench(suite: str, index: int, item: Mapping[str, Any]) -> list[Prompt]:
+def _mtbench(suite: str, index: int, item: Mapping[str, Any]) -> list[SuitePrompt]:
     thread = f"{suite}/{index}"
     return [
-        Prompt(
+        SuitePrompt(
             suite,
             f"{thread}.{turn}",
             [{"role": "user", "content": text}],
@@ -148,7 +148,7 @@ def _mtbench(suite: str, index: int, item: Mapping[str, Any]) -> list[Prompt]:
     ]
 
 
-def _builtin() -> Iterator[Prompt]:
+def _builtin() -> Iterator[SuitePrompt]:
     kinds = {
         "code": scores.own_tests,
         "edit": scores.own_tests,
@@ -160,22 +160,22 @@ def _builtin() -> Iterator[Prompt]:
     for index, item in enumerate(tomllib.loads(text)["prompt"]):
         messages = [{"role": "user", "content": item["text"].strip()}]
         name = f"builtin/{index}-{item['kind']}"
-        yield Prompt("builtin", name, messages, item=item, score=kinds[item["kind"]])
+        yield SuitePrompt("builtin", name, messages, item=item, score=kinds[item["kind"]])
 
 
-def _agent() -> Iterator[Prompt]:
+def _agent() -> Iterator[SuitePrompt]:
     for index, messages in enumerate(agent.turns()):
-        yield Prompt("agent", f"agent/{index}", messages, tools=agent.tools(), thread="agent")
+        yield SuitePrompt("agent", f"agent/{index}", messages, tools=agent.tools(), thread="agent")
 
 
-def _sweep(count: int, contexts: Sequence[int]) -> Iterator[Prompt]:
+def _sweep(count: int, contexts: Sequence[int]) -> Iterator[SuitePrompt]:
     """Yield code and prose prompts after filler of each length; `count` of each."""
     kinds = {kind: [p for p in _builtin() if p.item["kind"] == kind][:count] for kind in SWEEP_PROMPTS}
     for context in contexts:
         for prompt in (each for kind in SWEEP_PROMPTS for each in kinds[kind]):
             text = f"{filler(context)}{prompt.messages[0]['content']}"
             name = f"sweep/{prompt.name.removeprefix('builtin/')}@{context}"
-            yield Prompt("sweep", name, [{"role": "user", "content": text}], context=context)
+            yield SuitePrompt("sweep", name, [{"role": "user", "content": text}], context=context)
 
 
 def filler(tokens: int) -> str:

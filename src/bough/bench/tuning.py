@@ -69,8 +69,8 @@ def candidates(card: Card, bucket: int, layouts: Iterable[Layout]) -> list[Tilin
     for tiling in tried:
         macros = [cuda.defines(card, layout, bucket, tiling, grouped=grouped) for layout in layouts]
         # Without bulk copies a stage is always filled at the start.
-        made = [(each["STAGES"], each["ROW_TILES"], each["BULK"] and each["HALFWAY"]) for each in macros]
-        distinct.setdefault(tuple(made), tiling)
+        variants = [(each["STAGES"], each["ROW_TILES"], each["BULK"] and each["HALFWAY"]) for each in macros]
+        distinct.setdefault(tuple(variants), tiling)
     return list(distinct.values())
 
 
@@ -92,18 +92,18 @@ def tune(
         if all(cuda.stages(card, layout, bucket, built_in_of[bucket]) for layout in layouts)
     }
     total = sum(len(tilings) + 1 for tilings in plan.values())
-    found = []
+    results = []
     for bucket, (built_in, *others) in plan.items():
         # The built-in one again at the end: a GPU's clock may rise meanwhile.
         tried = [built_in, *others, built_in]
         measured = []
-        for each in measure(tried, bucket):
-            measured.append(each)
+        for timing in measure(tried, bucket):
+            measured.append(timing)
             done += 1
             if progress is not None:
                 progress(done, total)
-        found.append(_best(bucket, tried, measured))
-    return found
+        results.append(_best(bucket, tried, measured))
+    return results
 
 
 def _best(bucket: int, tried: Sequence[Tiling], measured: Sequence[MeasuredTiling]) -> Found:
@@ -125,9 +125,9 @@ class Stack:
         self._device, self._steps = device, random_steps(shapes, device)
         weights = [weight for step, _ in self._steps for weight in step]
         self.layouts = list(dict.fromkeys(weight.layout for weight in weights))
-        wanted = _CACHES * torch.cuda.get_device_properties(device).L2_cache_size
+        size = _CACHES * torch.cuda.get_device_properties(device).L2_cache_size
         self._copies = [self._steps]
-        for _ in range(-(-wanted // sum(weight.nbytes for weight in weights)) - 1):
+        for _ in range(-(-size // sum(weight.nbytes for weight in weights)) - 1):
             self._copies.append([([_copy(weight) for weight in step], k) for step, k in self._steps])
 
     def measure(self, tilings: Sequence[Tiling], bucket: int) -> Iterator[MeasuredTiling]:
@@ -182,16 +182,16 @@ def timed(launch: Callable[[], object], *, groups: int = 5, repeats: int = 2) ->
 def random_steps(shapes: Iterable[Shapes], device: torch.device) -> list[Step]:
     """Return random weights of these shapes; those of equal shape and type are copies of each other."""
     generator = torch.Generator(device).manual_seed(2)
-    made: dict[tuple[QuantType, int, int], PackedWeight] = {}
+    packed_weights: dict[tuple[QuantType, int, int], PackedWeight] = {}
     steps = []
     for matrices, columns in shapes:
         weights = []
         for type, rows in matrices:
             key = (type, rows, columns)
-            if key in made:
-                weight = _copy(made[key])
+            if key in packed_weights:
+                weight = _copy(packed_weights[key])
             else:
-                weight = made[key] = pack(random_rows(type, rows, columns, generator), type)
+                weight = packed_weights[key] = pack(random_rows(type, rows, columns, generator), type)
             weights.append(weight)
         steps.append((weights, columns))
     return steps

@@ -47,20 +47,20 @@ def spelled(arguments: Sequence[str], known: Container[str], valued: Container[s
     result: list[str] = []
     models: list[str] = []
     rest = iter(arguments)
-    for each in rest:
-        if each == "--":
-            result += [each, *rest]
+    for argument in rest:
+        if argument == "--":
+            result += [argument, *rest]
             break
-        name, equals, value = each.partition("=") if each.startswith("--") else (each, "", "")
+        name, equals, value = argument.partition("=") if argument.startswith("--") else (argument, "", "")
         if name in MODEL and name not in known:
             models += [value] if equals else islice(rest, 1)
             continue
-        if each in SWITCHES:
-            each = SWITCHES[each]
+        if argument in SWITCHES:
+            argument = SWITCHES[argument]
         elif name not in known and OPTIONS.get(name, "") in known:
             name = OPTIONS[name]
-            each = f"{name}{equals}{value}"
-        result.append(each)
+            argument = f"{name}{equals}{value}"
+        result.append(argument)
         if name in valued and not equals:
             result += islice(rest, 1)
     return [*models, *result]

@@ -57,107 +57,50 @@ Suites = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class MeasureOptions:
-    prompts: Annotated[
-        int | None,
-        _measured(
-            "--prompts",
-            min=1,
-            metavar="N",
-            help="Of each suite. Default: 10; all of builtin and agent; sweep: 1 of code and 1 of prose.",
-        ),
-    ] = None
-    n_gen: Annotated[
-        int | None,
-        _measured(
-            "--n-gen",
-            "-n",
-            min=2,
-            metavar="N",
-            help="Most tokens of an answer. Default: 256, and 640 where answers are scored.",
-        ),
-    ] = None
-    seed: Annotated[int, _measured("--seed", min=0, help="Of sampling.")] = 0
-    temperature: Annotated[
-        str | None, _measured("--temperature", "-t", metavar="X[,X]", help="Default: 0; sweep: 0,0.8.")
-    ] = None
-    budget: Annotated[
-        str | None,
-        _measured(
-            "--budget",
-            metavar="N[,N]",
-            help="Most proposed tokens in a tree; several for sweep. "
-            "Default: as recommended for the model; sweep: 4,8,16,22,32,48,63.",
-        ),
-    ] = None
-    context: Annotated[
-        str | None,
-        _measured(
-            "--context",
-            metavar="N[,N]",
-            help="In sweep: tokens before the prompt, 0,1k,4k.",
-        ),
-    ] = None
-    fixed: Annotated[
-        bool,
-        _measured(
-            "--fixed", help="Verify trees of the whole budget, even if they do not pay; sweep always does."
-        ),
-    ] = False
-    thinking: Annotated[
-        bool,
-        _measured("--think/--no-think", help="Let models reason first, where they can.", show_default=False),
-    ] = False
-    data: Annotated[
-        Path | None,
-        _measured(
-            "--data",
-            metavar="FOLDER",
-            exists=True,
-            file_okay=False,
-            help="Has humaneval/test.jsonl[.gz] and so on; else the public suites come from the hub.",
-        ),
-    ] = None
+    prompts: int | None = _measured(
+        "Of each suite. Default: 10; all of builtin and agent; sweep: 1 of code and 1 of prose.", "N 1.."
+    )
+    n_gen: int | None = _measured(
+        "Most tokens of an answer. Default: 256, and 640 where answers are scored.", "-n N 2.."
+    )
+    seed: int = _measured("Of sampling.", "0..", default=0)
+    temperature: str | None = _measured("Default: 0; sweep: 0,0.8.", "-t X[,X]")
+    budget: str | None = _measured(
+        "Most proposed tokens in a tree; several for sweep. "
+        "Default: as recommended for the model; sweep: 4,8,16,22,32,48,63.",
+        "N[,N]",
+    )
+    context: str | None = _measured("In sweep: tokens before the prompt, 0,1k,4k.", "N[,N]")
+    fixed: bool = _measured(
+        "Verify trees of the whole budget, even if they do not pay; sweep always does.", default=False
+    )
+    thinking: bool = _measured(
+        "Let models reason first, where they can.", "--think/--no-think", default=False, show_default=False
+    )
+    data: Path | None = _measured(
+        "Has humaneval/test.jsonl[.gz] and so on; else the public suites come from the hub.",
+        "FOLDER",
+        exists=True,
+        file_okay=False,
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class RemoteOptions:
-    url: Annotated[
-        str | None,
-        _server("--url", metavar="URL", help="Measure an OpenAI-compatible server; MODEL is its name there."),
-    ] = None
-    api_key: Annotated[
-        str | None, _server("--api-key", metavar="KEY", help="Sent to the server; else BOUGH_API_KEY.")
-    ] = None
+class BenchServerOptions:
+    url: str | None = _server("Measure an OpenAI-compatible server; MODEL is its name there.", "URL")
+    api_key: str | None = _server("Sent to the server; else BOUGH_API_KEY.", "KEY")
 
 
 @dataclass(frozen=True, slots=True)
-class OutputOptions:
-    lines: Annotated[
-        Path | None,
-        _output(
-            "--lines",
-            metavar="FILE",
-            help="Every prompt's result, as it is measured. Default: bench.jsonl in the cache folder.",
-        ),
-    ] = None
-    resume: Annotated[bool, _output("--resume", help="Go on from what --lines has of the same settings.")] = (
-        False
+class BenchOutputOptions:
+    lines: Path | None = _output(
+        "Every prompt's result, as it is measured. Default: bench.jsonl in the cache folder.", "FILE"
     )
-    json_file: Annotated[Path | None, _output("--json", metavar="FILE", help="All figures.")] = None
-    markdown: Annotated[Path | None, _output("--markdown", metavar="FILE", help="The table as a page.")] = (
-        None
-    )
-    plot: Annotated[Path | None, _output("--plot", metavar="FOLDER", help="Plots; needs matplotlib.")] = None
-    compare: Annotated[
-        Path | None,
-        _output(
-            "--compare",
-            metavar="OLD.json",
-            exists=True,
-            dir_okay=False,
-            help="Changes since a file of --json.",
-        ),
-    ] = None
+    resume: bool = _output("Go on from what --lines has of the same settings.", default=False)
+    json_file: Path | None = _output("All figures.", "--json FILE")
+    markdown: Path | None = _output("The table as a page.", "FILE")
+    plot: Path | None = _output("Plots; needs matplotlib.", "FOLDER")
+    compare: Path | None = _output("Changes since a file of --json.", "OLD.json", exists=True, dir_okay=False)
     quiet: Quiet = False
 
     @property
@@ -191,8 +134,8 @@ def bench(
     speculating: Annotated[SpeculationOptions, Only(("draft", "no_draft"))],
     cache: KVCacheOptions,
     engine: Annotated[EngineOptions, Only(("max_ctx", *HARDWARE))],
-    remote: RemoteOptions,
-    output: OutputOptions,
+    remote: BenchServerOptions,
+    output: BenchOutputOptions,
 ) -> None:
     """Measure plain and tree decoding in one process, on the same prompts.
 
@@ -208,9 +151,9 @@ def bench(
     bough bench builtin --url http://127.0.0.1:8000 --prompts 2
     """
     suites, model = in_order(suites, model)
-    chosen = [each.strip() for each in suites.split(",") if each.strip()]
+    names = [each.strip() for each in suites.split(",") if each.strip()]
     grid = Grid.parse(
-        chosen, temperature=measured.temperature, budget=measured.budget, context=measured.context
+        names, temperature=measured.temperature, budget=measured.budget, context=measured.context
     )
     config = engine.config(cache)
     if remote.url is not None:
@@ -221,8 +164,8 @@ def bench(
         from bough.bench import plots
     if output.plot is not None:
         plots.require()
-    loaded = _prompts(chosen, measured, grid, offline=engine.offline or environment().offline)
-    run = _run(chosen, measured, config, output)
+    loaded = _prompts(names, measured, grid, offline=engine.offline or environment().offline)
+    run = _run(names, measured, config, output)
     if remote.url is not None:
         key = remote.api_key or environment().api_key
         measure_server(run, loaded, grid, remote.url, key=key, model=model)
@@ -263,10 +206,10 @@ def _prompts(suites: Sequence[str], options: MeasureOptions, grid: Grid, *, offl
 
 
 def _run(
-    suites: Sequence[str], options: MeasureOptions, config: EngineConfig, output: OutputOptions
+    suites: Sequence[str], options: MeasureOptions, config: EngineConfig, output: BenchOutputOptions
 ) -> BenchRun:
     from bough.bench import machine
-    from bough.bench.measure import Settings
+    from bough.bench.measure import BenchSettings
     from bough.bench.runner import ResultFile
 
     facts: dict[str, Any] = {
@@ -285,36 +228,36 @@ def _run(
         "max_ctx": config.max_ctx,
     }
     head = machine.head(facts, shlex.join(["bough", *sys.argv[1:]]))
-    settings = Settings(options.n_gen, options.seed, options.thinking)
+    settings = BenchSettings(options.n_gen, options.seed, options.thinking)
     return BenchRun(ResultFile(output.path), head, settings, resume=output.resume, quiet=output.quiet)
 
 
 def _document(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        _ = found["run"], found["lines"]
+        document = json.loads(path.read_text(encoding="utf-8"))
+        _ = document["run"], document["lines"]
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"--compare {path} is not a file that `bench --json` wrote") from error
-    return found
+    return document
 
 
 def _report(
-    run: BenchRun, output: OutputOptions, before: Mapping[str, Any] | None, screen: view.Screen
+    run: BenchRun, output: BenchOutputOptions, before: Mapping[str, Any] | None, screen: view.Screen
 ) -> None:
     """Show the results, what changed since an earlier run, and write the files that were asked for."""
     from bough.bench import report
 
-    found = list(run.found.values())
-    _show(run.head, found, screen, output.path, interrupted=run.cancelled())
+    results = list(run.found.values())
+    _show(run.head, results, screen, output.path, interrupted=run.cancelled())
     if before is not None:
-        _changes(before, report.document(run.head, found))
-    _write(run.head, found, output, screen)
+        _changes(before, report.document(run.head, results))
+    _write(run.head, results, output, screen)
     if not sys.stdout.isatty():
-        view.print_json(report.summary(run.head, found))
+        view.print_json(report.summary(run.head, results))
 
 
 def _show(
-    head: "Result", found: "Sequence[Result]", screen: view.Screen, lines: Path, *, interrupted: bool
+    head: "Result", results: "Sequence[Result]", screen: view.Screen, lines: Path, *, interrupted: bool
 ) -> None:
     from bough.bench import report
 
@@ -322,17 +265,17 @@ def _show(
         rows = [[name, report.spread(each, 1)] for name, each in head["speed"].items()]
         view.table("The target alone, as llama-bench measures it", ["test", "tok/s"], rows)
     headings = (report.title(head), "Steps")
-    for heading, (columns, cases) in zip(headings, report.tables(found).items(), strict=True):
+    for heading, (columns, cases) in zip(headings, report.tables(results).items(), strict=True):
         view.table(heading, columns, cases)
-    for remark in (report.disturbance(head), report.cut_short(found)):
+    for remark in (report.disturbance(head), report.cut_short(results)):
         if remark:
             screen.notice(remark.replace("**", ""))
-    skipped = sum("skipped" in line for line in found)
+    skipped = sum("skipped" in line for line in results)
     if skipped:
         screen.notice(f"{skipped} answers were left out: the prompt does not fit in the context.")
     if interrupted:
         screen.notice(
-            f"Interrupted. {len(found)} results are in {lines}; the same command with --resume goes on."
+            f"Interrupted. {len(results)} results are in {lines}; the same command with --resume goes on."
         )
     else:
         screen.note(f"Every prompt's result is in {lines}.")
@@ -352,19 +295,21 @@ def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
     view.plain(f"{len(changes) - len(real)} of {len(changes)} figures did not change beyond noise.")
 
 
-def _write(head: "Result", found: "Sequence[Result]", output: OutputOptions, screen: view.Screen) -> None:
+def _write(
+    head: "Result", results: "Sequence[Result]", output: BenchOutputOptions, screen: view.Screen
+) -> None:
     from bough.bench import plots, report
 
     pictures: dict[str, str] = {}
     if output.plot is not None:
-        plotted = plots.render(found, output.plot, title=report.subject(head))
+        plotted = plots.render(results, output.plot, title=report.subject(head))
         pictures = {name: str(path) for name, path in plotted.items()}
         screen.note(f"{len(plotted)} plots are in {output.plot}.")
     for path in (output.json_file, output.markdown):
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
     if output.json_file is not None:
-        output.json_file.write_text(json.dumps(report.document(head, found), indent=1), encoding="utf-8")
+        output.json_file.write_text(json.dumps(report.document(head, results), indent=1), encoding="utf-8")
     if output.markdown is not None:
-        page = f"# Benchmark\n\n{report.markdown(head, found, pictures)}\n{report.DEFINITIONS}"
+        page = f"# Benchmark\n\n{report.markdown(head, results, pictures)}\n{report.DEFINITIONS}"
         output.markdown.write_text(page, encoding="utf-8")

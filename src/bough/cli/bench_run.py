@@ -18,9 +18,9 @@ from bough.config import EngineConfig
 from bough.errors import UsageError
 
 if TYPE_CHECKING:
-    from bough.bench.measure import Endpoint, Settings
+    from bough.bench.measure import BenchSettings, Endpoint
     from bough.bench.runner import BenchCase, Key, Result, ResultFile
-    from bough.bench.suites import Prompt
+    from bough.bench.suites import SuitePrompt
     from bough.session.session import Session
 
 SWEEP = "sweep"
@@ -87,19 +87,19 @@ def numbers(flag: str, text: str, kind: type, *, low: float, high: float) -> lis
     """Return the numbers of a list with commas; whole numbers may end in k."""
     try:
         parts = [part.strip() for part in text.split(",")]
-        found = [size(part) if kind is int and part != "0" else kind(part) for part in parts]
+        values = [size(part) if kind is int and part != "0" else kind(part) for part in parts]
     except (ValueError, typer.BadParameter):
-        found = [low - 1]
-    if not all(low <= each <= high for each in found):
+        values = [low - 1]
+    if not all(low <= each <= high for each in values):
         raise UsageError(f"{flag} is {text!r}, needed numbers from {low:g} to {high:g} with commas between")
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(values))
 
 
 class BenchRun:
     """Measures prompts; results go into `found` and, one by one, into the file. Ctrl-C ends it."""
 
     def __init__(
-        self, file: "ResultFile", head: "Result", settings: "Settings", *, resume: bool, quiet: bool
+        self, file: "ResultFile", head: "Result", settings: "BenchSettings", *, resume: bool, quiet: bool
     ):
         self.head, self.settings = head, settings
         self.found: dict[Key, Result] = {}
@@ -116,7 +116,9 @@ class BenchRun:
         return self._interrupt
 
     def measure(
-        self, plan: "Sequence[tuple[Sequence[Prompt], Variants]]", make: "Callable[[Settings], Endpoint]"
+        self,
+        plan: "Sequence[tuple[Sequence[SuitePrompt], Variants]]",
+        make: "Callable[[BenchSettings], Endpoint]",
     ) -> None:
         """Measure each suite's prompts in its variants; results in the file are taken over with --resume."""
         from bough.bench import runner
@@ -129,36 +131,36 @@ class BenchRun:
             for case in runner.cases(prompts, variants.budgets, variants.temperatures)
         ]
         keys = {key for case in cases for key in case.keys}
-        found = {key: line for key, line in earlier.items() if key in keys}
+        results = {key: line for key, line in earlier.items() if key in keys}
 
         def measured(line: "Result") -> None:
             self.found[runner.key_of(line)] = line
             way = "plain" if line["budget"] == runner.PLAIN else "tree"
             speed = f"{line['tok_s']:.1f} tok/s" if "tok_s" in line else "left out"
-            bar.update(len(found), len(keys), label=f"{line['prompt']} {way} {speed}")
+            bar.update(len(results), len(keys), label=f"{line['prompt']} {way} {speed}")
 
         columns = [BarColumn(), MofNCompleteColumn()]
         with view.Bar("Measuring", columns, shown=self._shown) as bar, self._interrupt:
-            bar.update(len(found), len(keys))
+            bar.update(len(results), len(keys))
             with contextlib.suppress(KeyboardInterrupt):
-                if len(found) < len(keys):
+                if len(results) < len(keys):
                     _warm_up(make(replace(self.settings, n_gen=WARM_UP_TOKENS)), cases)
-                lines = runner.measure(make(self.settings), cases, dict(found))
-                runner.record(self._file, self.head, found, lines, measured)
-        self.found |= found
+                lines = runner.measure(make(self.settings), cases, dict(results))
+                runner.record(self._file, self.head, results, lines, measured)
+        self.found |= results
 
 
 def _warm_up(endpoint: "Endpoint", cases: "Sequence[BenchCase]") -> None:
-    from bough.bench.suites import Prompt
+    from bough.bench.suites import SuitePrompt
 
     for budget in dict.fromkeys(case.budget for case in cases):
-        endpoint.generate(Prompt("", "", WARM_UP), WARM_UP, budget=budget, temperature=0.0)
+        endpoint.generate(SuitePrompt("", "", WARM_UP), WARM_UP, budget=budget, temperature=0.0)
     endpoint.clear_cache()
 
 
 def measure_server(
     run: BenchRun,
-    loaded: "Mapping[str, Sequence[Prompt]]",
+    loaded: "Mapping[str, Sequence[SuitePrompt]]",
     grid: Grid,
     url: str,
     *,
@@ -167,26 +169,14 @@ def measure_server(
 ) -> None:
     """Measure the suites on an OpenAI-compatible server."""
     from bough.bench.remote import RemoteEndpoint
-    from bough.cli.chat import remote
+    from bough.session.remote import RemoteSession
 
-    backend = remote.RemoteBackend.connect(url, key=key, model=model)
-    base = remote.address(url)
-    run.head["settings"] |= {"model": backend.name, "draft": None, "url": base}
-    run.head |= {"device": f"the server {base}", "torch": "", "threads": 0}
-    trees = (grid.budgets if backend.ours else None) or [None]
-    plan = [(loaded[suite], grid.variants(suite, trees, plain=backend.ours)) for suite in loaded]
-
-    def connected(settings: "Settings") -> "Endpoint":
-        return RemoteEndpoint(
-            remote.client(base, key),
-            base,
-            model=backend.name,
-            ours=backend.ours,
-            settings=settings,
-            cancelled=run.cancelled,
-        )
-
-    run.measure(plan, connected)
+    session = RemoteSession.connect(url, key=key, model=model)
+    run.head["settings"] |= {"model": session.name, "draft": None, "url": session.url}
+    run.head |= {"device": f"the server {session.url}", "torch": "", "threads": 0}
+    trees = (grid.budgets if session.ours else None) or [None]
+    plan = [(loaded[suite], grid.variants(suite, trees, plain=session.ours)) for suite in loaded]
+    run.measure(plan, lambda settings: RemoteEndpoint(session, settings, run.cancelled))
 
 
 def _speed(run: BenchRun, session: "Session", screen: view.Screen) -> dict[str, Any]:
@@ -199,7 +189,7 @@ def _speed(run: BenchRun, session: "Session", screen: view.Screen) -> dict[str, 
 
 def measure_local(
     run: BenchRun,
-    loaded: "Mapping[str, Sequence[Prompt]]",
+    loaded: "Mapping[str, Sequence[SuitePrompt]]",
     grid: Grid,
     target: Chosen,
     config: EngineConfig,

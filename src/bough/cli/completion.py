@@ -29,5 +29,5 @@ def _paths(incomplete: str) -> list[str]:
     except OSError:
         return []
     shown = [each for each in inside if each.name.startswith(start) and not each.name.startswith(".")]
-    found = [f"{head}{slash}{each.name}" for each in shown if each.suffix == ".gguf"]
-    return found + [f"{head}{slash}{each.name}/" for each in shown if each.is_dir()]
+    files = [f"{head}{slash}{each.name}" for each in shown if each.suffix == ".gguf"]
+    return files + [f"{head}{slash}{each.name}/" for each in shown if each.is_dir()]

@@ -108,12 +108,12 @@ def running() -> list[tuple[int, int]]:
         check_system()
     except UsageError:
         return []
-    found = []
+    servers = []
     for path in state_folder().glob("serve-*.pid"):
         pid, port = _holder(path), path.stem.removeprefix("serve-")
         if pid is not None and port.isdigit():
-            found.append((int(port), pid))
-    return found
+            servers.append((int(port), pid))
+    return servers
 
 
 def _holder(path: Path) -> int | None:
@@ -191,13 +191,13 @@ def _pid_file(port: int) -> Path:
 
 
 def _without_daemon(arguments: list[str]) -> list[str]:
-    kept: list[str] = []
+    rest: list[str] = []
     skip = False
-    for each in arguments:
+    for argument in arguments:
         if skip:
             skip = False
-        elif each == "--log-file":
+        elif argument == "--log-file":
             skip = True
-        elif each != "--daemon" and not each.startswith("--log-file="):
-            kept.append(each)
-    return kept
+        elif argument != "--daemon" and not argument.startswith("--log-file="):
+            rest.append(argument)
+    return rest

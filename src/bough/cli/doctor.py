@@ -28,9 +28,6 @@ LOW_DISK = 20 << 30  # a 27B model at four bits takes 17 GB
 BFLOAT16_CAPABILITY = (8, 0)
 BROKEN = 1
 GPU_KERNELS = "gpu kernel: "
-CUDA_TORCH = (
-    "pip install torch --index-url https://download.pytorch.org/whl/cu130 (cu126 for drivers before 580)"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,28 +57,30 @@ def doctor(
         if not gpu_report(screen):
             raise typer.Exit(BROKEN)
         return
-    found = []
+    checks = []
     with screen.waiting("Checking"):
         for part in (system, pytorch, native_code, resources, models, caches, kernels):
-            found += part()
-    broken = [check.name for check in found if check.status == "fail"]
+            checks += part()
+    broken = [check.name for check in checks if check.status == "fail"]
     if as_json:
-        view.print_json({"ok": not broken, "checks": [asdict(check) for check in found]})
+        view.print_json({"ok": not broken, "checks": [asdict(check) for check in checks]})
     else:
-        view.checks([(check.status, check.name, check.detail, check.hint) for check in found])
-        view.plain("\n" + verdict(found))
+        view.checks([(check.status, check.name, check.detail, check.hint) for check in checks])
+        view.plain("\n" + verdict(checks))
     if broken:
         raise typer.Exit(BROKEN)
 
 
-def verdict(found: Sequence[Check]) -> str:
+def verdict(checks: Sequence[Check]) -> str:
     """Return what all checks come to."""
-    broken = [check.name for check in found if check.status == "fail"]
-    warned = [check.name for check in found if check.status == "warn"]
+    broken = [check.name for check in checks if check.status == "fail"]
+    warned = [check.name for check in checks if check.status == "warn"]
     if broken:
         return f"{len(broken)} broken: {', '.join(broken)}"
     noted = f", with {len(warned)} warning{'s' * (len(warned) > 1)}: {', '.join(warned)}" if warned else ""
-    if any(check.name.startswith(GPU_KERNELS) for check in found):
+    if any(check.name == "gpu" and check.status == "warn" for check in checks):
+        return f"The CPU works; the GPU was not tried{noted}."
+    if any(check.name.startswith(GPU_KERNELS) for check in checks):
         return f"All that was tried works{noted}. `bough doctor --gpu` tries every kernel on this GPU."
     return f"Everything works{noted}."
 
@@ -137,14 +136,16 @@ def native_code() -> Iterator[Check]:
 
 
 def _graphics(torch: Any) -> Iterator[Check]:
-    driver = _driver()
+    from bough.memory.device import cuda_torch, has_driver
+
+    driver = _driver() or ("of unknown version" if has_driver() else None)
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             yield _card(torch, index, driver)
     elif driver is None:
         yield Check("gpu", "note", "none: no NVIDIA driver is loaded; models run on the CPU, slowly")
     elif torch.version.cuda is None:
-        hint = f"install a PyTorch with CUDA: {CUDA_TORCH}"
+        hint = f"install a PyTorch with CUDA: {cuda_torch()}"
         yield Check("gpu", "warn", f"not used: driver {driver} is there, but this PyTorch has no CUDA", hint)
     else:
         yield _no_card(torch, driver)
@@ -181,11 +182,11 @@ def _card(torch: Any, index: int, driver: str | None) -> Check:
 def _driver() -> str | None:
     """Return the version of the NVIDIA driver; None: there is no driver."""
     try:
-        found = re.search(
+        match = re.search(
             r"Module\s+(?:for \S+\s+)?([\d.]+)", Path("/proc/driver/nvidia/version").read_text()
         )
-        if found:
-            return found[1]
+        if match:
+            return match[1]
     except OSError:
         pass
     if (program := shutil.which("nvidia-smi")) is None:
@@ -218,17 +219,9 @@ def models() -> Iterator[Check]:
     folders = list(cache.glob("models--*"))
     size = sum(blob.stat().st_size for folder in folders for blob in folder.glob("blobs/*") if blob.is_file())
     yield Check("model cache", "ok", f"{cache}: {len(folders)} repositories, {view.amount(size)}")
-    existing = next(folder for folder in (cache, *cache.absolute().parents) if folder.exists())
-    free = shutil.disk_usage(existing).free
+    free = shutil.disk_usage(_existing(cache)).free
     hint = "set HF_HOME to a folder on a larger disk" if free < LOW_DISK else ""
-    detail = f"{view.amount(free)} free for the model cache"
-    try:
-        with tempfile.TemporaryFile(dir=existing) as file:
-            file.write(bytes(4096))
-    except OSError as error:
-        detail = f"{existing} cannot be written ({error.strerror}): no model can be fetched"
-        hint = hint or "set HF_HOME to a folder that may be written"
-    yield Check("disk", "warn" if hint else "ok", detail, hint)
+    yield Check("disk", "warn" if hint else "ok", f"{view.amount(free)} free for the model cache", hint)
     token = get_token()
     yield Check(
         "hub token",
@@ -282,16 +275,20 @@ def caches() -> Iterator[Check]:
         return
     folders = {"model cache": Path(constants.HF_HUB_CACHE), "kernel cache": cache_folder()}
     for name, folder in folders.items():
-        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         try:
-            with tempfile.TemporaryFile(dir=existing) as file:
-                file.write(b"bough doctor")
+            with tempfile.TemporaryFile(dir=_existing(folder)) as file:
+                file.write(bytes(4096))
         except OSError as error:
             hint = "set HF_HOME" if name == "model cache" else "set TRITON_CACHE_DIR"
             detail = f"{folder} cannot be written: {error.strerror or error}"
             yield Check(f"{name}, writing", "warn", detail, f"{hint} to a folder that can be")
         else:
             yield Check(f"{name}, writing", "ok", str(folder))
+
+
+def _existing(folder: Path) -> Path:
+    """Return the folder, or its nearest parent that there is."""
+    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
 
 
 def _timed(name: str, test: Callable[[], float], tolerance: float) -> Check:

@@ -1,11 +1,12 @@
-"""`bough show --fit`: how a model would be loaded on a GPU, and which contexts fit. Loads no weights."""
+"""`bough show --fit`: how a model would be loaded, which contexts fit, about how fast. Loads no weights."""
 
 from typing import TYPE_CHECKING, Any
 
 from bough.cli import view
 from bough.cli.flags import with_flags
+from bough.cli.listing import read_share
 from bough.config import EngineConfig
-from bough.errors import ResourceError, UsageError
+from bough.errors import ResourceError
 
 if TYPE_CHECKING:
     import torch
@@ -15,21 +16,22 @@ if TYPE_CHECKING:
 
 
 def survey(file: "GGUFFile", spec: "ModelSpec", config: EngineConfig) -> dict[str, Any]:
-    """Return the plan for the GPU of this machine, else for one with as much memory as the limit."""
+    """Return the plan for this machine's GPU, for one with as much memory as the limit, or for the CPU."""
     import torch
 
     from bough.memory.device import assumed_budget, memory_budget
     from bough.memory.planner import MemoryPlanner
 
-    device = torch.device("cuda")
-    if torch.cuda.is_available():
+    here = torch.cuda.is_available() or config.vram_limit is None
+    device = torch.device("cuda" if torch.cuda.is_available() or config.vram_limit else "cpu")
+    if here:
         budget = memory_budget(device, config.vram_limit)
-    elif config.vram_limit is None:
-        raise UsageError("there is no GPU here to plan for", "--vram-limit 24g plans for one of that size")
     else:
+        assert config.vram_limit is not None
         budget = assumed_budget(config.vram_limit)
     planner = MemoryPlanner.create(file, spec, config, device, budget)
     facts: dict[str, Any] = {
+        "device": device.type,
         "limit_bytes": budget.limit,
         "in_use_bytes": budget.in_use,
         "context": planner.context,
@@ -55,7 +57,7 @@ def survey(file: "GGUFFile", spec: "ModelSpec", config: EngineConfig) -> dict[st
     for option, row in zip(planner.options(), facts["pairs"], strict=True):
         if option.formats == plan.kv and plan.max_ctx == planner.context:
             row |= {"total_bytes": plan.total, "host_embedding": plan.host_embedding}
-    chosen = {
+    summary = {
         "keys": plan.kv[0].name,
         "values": plan.kv[1].name,
         "context": plan.max_ctx,
@@ -69,34 +71,45 @@ def survey(file: "GGUFFile", spec: "ModelSpec", config: EngineConfig) -> dict[st
         "line": with_flags(plan.line()),
         "notes": [with_flags(note) for note in plan.notes()],
     }
-    return facts | {"plan": chosen, "speed": _speed(file, config, device)}
+    return facts | {"plan": summary, "speeds": _speeds(file, config, device, here=here)}
 
 
-def _speed(file: "GGUFFile", config: EngineConfig, device: "torch.device") -> dict[str, Any] | None:
-    """Return the predicted speed on this machine's GPU; None: there is none, or it is not known."""
+def _speeds(
+    file: "GGUFFile", config: EngineConfig, device: "torch.device", *, here: bool
+) -> list[dict[str, Any]]:
+    """Return predicted speeds: of this machine, or of known cards with about the memory planned for."""
     import torch
 
-    from bough.bench.cards import card_of_device
+    from bough.bench.cards import MEMORY, TREE_TOKENS, about_tok_s, card_of_device
     from bough.bench.predict import predict
 
-    if not torch.cuda.is_available():
-        return None
-    card = card_of_device(torch.cuda.get_device_name(device))
-    if card is None:
-        return None
-    sizes = {row["rows"]: row["tok_s"] for row in predict(file.path, config, card)["sizes"]}
-    return {"card": card, "plain": sizes[1][1], "tree": sizes[24].get(4) if config.draft else None}
+    if device.type == "cpu":
+        active = read_share(file.path.stem)
+        plain, _ = about_tok_s(file.size_bytes, active, "CPU", draft=False) or (0.0, None)
+        return [{"card": "CPU", "plain": (plain, plain), "tree": None}]
+    if here:
+        named = card_of_device(torch.cuda.get_device_name(device))
+        cards = [] if named is None else [named]
+    else:
+        size = (config.vram_limit or 0) / 2**30
+        cards = [card for card, memory in MEMORY.items() if 0.9 * memory <= size <= 1.1 * memory]
+    rows = []
+    for card in cards:
+        speeds = {row["rows"]: row["tok_s"] for row in predict(file.path, config, card)["sizes"]}
+        tree = speeds[24].get(TREE_TOKENS) if config.draft else None
+        rows.append({"card": card, "plain": speeds[1][1], "tree": tree})
+    return rows
 
 
 def show(facts: dict[str, Any]) -> None:
     plan, problem = facts["plan"], facts["problem"]
-    limit = view.amount(facts["limit_bytes"])
+    kind, limit = "a GPU" if facts["device"] == "cuda" else "this CPU", view.amount(facts["limit_bytes"])
     if plan is not None:
         rows = [[name, view.amount(size)] for name, size in plan["parts"].items()]
         view.table(
-            f"On a GPU with {limit}", ["part", "size"], [*rows, ["total", view.amount(plan["total_bytes"])]]
+            f"On {kind} with {limit}", ["part", "size"], [*rows, ["total", view.amount(plan["total_bytes"])]]
         )
-    chosen = None if plan is None else (plan["keys"], plan["values"])
+    formats = None if plan is None else (plan["keys"], plan["values"])
     view.table(
         f"KV cache, on {limit}",
         ["format", "longest context", f"all, at {facts['context']:,}", "what it means"],
@@ -105,7 +118,7 @@ def show(facts: dict[str, Any]) -> None:
                 "/".join(dict.fromkeys((row["keys"], row["values"]))),
                 f"{row['max_context']:,}",
                 view.amount(row["total_bytes"]),
-                _meaning(row, (row["keys"], row["values"]) == chosen),
+                _meaning(row, (row["keys"], row["values"]) == formats),
             ]
             for row in facts["pairs"]
         ],
@@ -114,23 +127,28 @@ def show(facts: dict[str, Any]) -> None:
     if plan is None:
         view.paragraphs(problem["message"], f"hint: {problem['hint']}")
     else:
-        view.paragraphs(plan["line"], *plan["notes"], *_speed_line(facts.get("speed")))
+        speeds = [_speed_line(row) for row in facts["speeds"]]
+        view.paragraphs(plan["line"], *plan["notes"], "\n".join(speeds) + " (predicted)." if speeds else "")
 
 
-def _speed_line(speed: dict[str, Any] | None) -> list[str]:
-    if speed is None:
-        return []
-    tree = speed["tree"]
-    with_draft = f", {tree[0]:.0f} to {tree[1]:.0f} with the draft at 4 tokens a step" if tree else ""
-    return [
-        f"About {speed['plain'][0]:.0f} to {speed['plain'][1]:.0f} tok/s on this {speed['card']}{with_draft}"
-        " (predicted)."
-    ]
+def _speed_line(speed: dict[str, Any]) -> str:
+    plain, tree, with_draft = speed["plain"], speed["tree"], ""
+    if tree is not None:
+        pays = tree[1] > plain[0]
+        with_draft = (
+            f", {_span(tree)} with the draft at 4 tokens a step" if pays else "; the draft hardly pays"
+        )
+    return f"{speed['card']}: about {_span(plain)} tok/s{with_draft}"
 
 
-def _meaning(row: dict[str, Any], chosen: bool) -> str:
-    words = ["chosen" if chosen else "fits" if row["fits"] else "too large"]
-    if chosen and not row["fits"]:
+def _span(speeds: tuple[float, float]) -> str:
+    low, high = (f"{speed:.{int(speed < 10)}f}" for speed in speeds)
+    return low if low == high else f"{low} to {high}"
+
+
+def _meaning(row: dict[str, Any], is_plan: bool) -> str:
+    words = ["chosen" if is_plan else "fits" if row["fits"] else "too large"]
+    if is_plan and not row["fits"]:
         words.append("with a shorter context")
     if row["host_embedding"] and row["fits"]:
         words.append("token embedding in host memory")

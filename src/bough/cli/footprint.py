@@ -33,6 +33,11 @@ def on_cpu(file: "GGUFFile", spec: "ModelSpec") -> Footprint:
     return _footprint(4 * expanded + embedding.nbytes, spec, 4 * spec.head_dim)
 
 
+def in_native_code(file: "GGUFFile", spec: "ModelSpec") -> Footprint:
+    """Return about the footprint where native CPU code computes: weights as in the file."""
+    return _footprint(stored(file, spec), spec, 4 * spec.head_dim)
+
+
 def on_gpu(file: "GGUFFile", spec: "ModelSpec") -> Footprint:
     """Return about the footprint on a GPU: weights take what they take in the file, or a little more."""
     return _footprint(stored(file, spec), spec, 2 * spec.head_dim)

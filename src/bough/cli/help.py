@@ -24,17 +24,21 @@ FIRST = {
 def page(command: Any, ctx: Any, *, width: int = WIDTH) -> Iterator[tuple[str, bool]]:
     """Yield the lines of a page, and whether each is a heading."""
     width = min(width, WIDTH)
-    parameters = [each for each in command.get_params(ctx) if not getattr(each, "hidden", False)]
-    arguments = [each for each in parameters if each.param_type_name == "argument"]
-    options = [each for each in parameters if each.param_type_name == "option"]
-    usage = " ".join(["Usage:", ctx.command_path, *(_usage(each) for each in arguments), "[OPTIONS]"])
+    parameters = [
+        parameter for parameter in command.get_params(ctx) if not getattr(parameter, "hidden", False)
+    ]
+    arguments = [parameter for parameter in parameters if parameter.param_type_name == "argument"]
+    options = [parameter for parameter in parameters if parameter.param_type_name == "option"]
+    usage = " ".join(
+        ["Usage:", ctx.command_path, *(_usage(parameter) for parameter in arguments), "[OPTIONS]"]
+    )
     yield from ((line, False) for line in ["", *_wrapped(usage, width, "")])
     yield from _prose(inspect.cleandoc(command.help or ""), width)
     for title, group in _groups(command.name, arguments, options):
         yield "", False
         yield title, True
-        for each in group:
-            yield from ((line, False) for line in _entry(_label(each), _help(each), width))
+        for parameter in group:
+            yield from ((line, False) for line in _entry(_label(parameter), _help(parameter), width))
     yield "", False
 
 
@@ -95,8 +99,8 @@ def _help(parameter: Any) -> str:
     text = parameter.help or ""
     default = parameter.default
     shown = default.value if isinstance(default, Enum) else default
-    wanted = parameter.param_type_name == "option" and getattr(parameter, "show_default", True)
-    if wanted and shown not in (None, False, True) and not callable(shown) and "Default" not in text:
+    shows_default = parameter.param_type_name == "option" and getattr(parameter, "show_default", True)
+    if shows_default and shown not in (None, False, True) and not callable(shown) and "Default" not in text:
         text += f" Default: {shown}."
     return text
 

@@ -34,27 +34,31 @@ def raise_from_now_on() -> None:
 
 
 class Interrupt:
-    """While entered, Ctrl-C sets `requested`; PATIENCE_S later, or at the second one, it raises."""
+    """While entered, Ctrl-C sets `requested`; `patience_s` later, or at the second one, it raises."""
 
-    def __init__(self) -> None:
+    def __init__(self, *signals: int, patience_s: float | None = PATIENCE_S):
+        """signals: others that mean the same. patience_s: None: only the second one raises."""
         self.requested = False
-        self._before: Any = None
-        self._timer = threading.Timer(PATIENCE_S, _thread.interrupt_main)
+        self._before: dict[int, Any] = dict.fromkeys([signal.SIGINT, *signals])
+        self._patience_s = patience_s
+        self._timer = threading.Timer(patience_s or 0.0, _thread.interrupt_main)
         self._timer.daemon = True
 
     def __enter__(self) -> Self:
-        self._before = signal.signal(signal.SIGINT, self._caught)
+        self._before = {number: signal.signal(number, self._caught) for number in self._before}
         return self
 
     def __exit__(self, *_: object) -> None:
         self._timer.cancel()
-        signal.signal(signal.SIGINT, self._before)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def _caught(self, _number: int, _frame: FrameType | None) -> None:
-        if self.requested:
+        again, self.requested = self.requested, True
+        if again or self._patience_s == 0:
             raise KeyboardInterrupt
-        self.requested = True
-        self._timer.start()
+        if self._patience_s is not None:
+            self._timer.start()
 
 
 @contextlib.contextmanager
@@ -63,17 +67,7 @@ def held() -> Generator[None]:
 
     An import may swallow KeyboardInterrupt: callbacks of weak references, for example, only print it.
     """
-    caught: list[int] = []
-
-    def catch(number: int, _frame: FrameType | None) -> None:
-        if caught:
-            raise KeyboardInterrupt
-        caught.append(number)
-
-    before = signal.signal(signal.SIGINT, catch)
-    try:
+    with Interrupt(patience_s=None) as interrupt:
         yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if caught:
+    if interrupt.requested:
         raise KeyboardInterrupt

@@ -5,31 +5,31 @@ from dataclasses import dataclass
 from bough.errors import ModelFileError, ModelNotFound
 from bough.hub import catalog
 from bough.hub.cache import Cached, contents
-from bough.hub.catalog import Card
+from bough.hub.catalog import ModelCard
 from bough.session.pairing import card_of
 
 DRAFT_ARCHITECTURE = "dflash"
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class CachedTarget:
     files: Cached
     architecture: str
-    card: Card | None
+    card: ModelCard | None
 
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    targets: list[Target]
+    targets: list[CachedTarget]
     drafts: list[Cached]
     others: int  # GGUF models that cannot be run
 
-    def users(self, repo: str) -> list[Target]:
+    def users(self, repo: str) -> list[CachedTarget]:
         """Return the targets here whose draft is in this repository."""
         names = {card.name for card in catalog.of_draft(repo)}
         return [target for target in self.targets if target.card is not None and target.card.name in names]
 
-    def draft_of(self, card: Card) -> Cached | None:
+    def draft_of(self, card: ModelCard) -> Cached | None:
         repo = card.draft.repo.lower() if card.draft else None
         return next((draft for draft in self.drafts if draft.repo.lower() == repo), None)
 
@@ -53,7 +53,7 @@ def inventory() -> Inventory:
         if architecture == DRAFT_ARCHITECTURE:
             drafts.append(files)
         elif architecture in FAMILIES:
-            targets.append(Target(files, architecture, card))
+            targets.append(CachedTarget(files, architecture, card))
         else:
             others += 1
     return Inventory(targets, drafts, others)

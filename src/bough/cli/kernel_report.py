@@ -1,5 +1,6 @@
 """What `bough doctor --gpu` prints: every kernel on this card against its reference, as one Markdown page."""
 
+import contextlib
 import math
 import platform
 import shutil
@@ -43,7 +44,7 @@ def gpu_report(screen: view.Screen) -> bool:
     _compile(device, screen)
     flush, results = flush_buffer(device), []
     best = peaks(flush)
-    with screen.counting("Checking kernels") as bar:
+    with screen.counting("Checking kernels") as bar, contextlib.suppress(KeyboardInterrupt):
         for result in run_all(cases, flush):
             results.append(result)
             bar.update(len(results), len(cases))
@@ -52,13 +53,14 @@ def gpu_report(screen: view.Screen) -> bool:
     for result in bad:
         view.plain(f"broken: {result.case.name}: {result.failure}")
     if len(results) < len(cases):
-        view.plain(f"{len(cases) - len(results)} more were not tried: the GPU's context is lost.")
+        why = "the GPU's context is lost" if bad and bad[-1] is results[-1] else "interrupted"
+        view.plain(f"{len(cases) - len(results)} more were not tried: {why}.")
     else:
         for line in _replacements(bad, cases):
             view.plain(line)
-    right = f"All {len(cases)} variants are right on this GPU."
+    right = f"All {len(results)} variants that were tried are right on this GPU."
     view.plain(f"\n{len(bad)} of {len(cases)} variants are broken." if bad else f"\n{right}")
-    return not bad
+    return not bad and len(results) == len(cases)
 
 
 def _gpu() -> "torch.device":

@@ -77,7 +77,7 @@ def launch(
 
     bough launch claude --print
     """
-    from bough.cli.chat.remote import address
+    from bough.session.remote import address
 
     key = api_key or environment().api_key
     base = address(url).removesuffix("/v1")
@@ -158,15 +158,15 @@ def shell_lines(start: Start) -> list[str]:
 
 def _server(base: str, key: str | None, *, needed: bool) -> Server:
     """Return the server's model and context; if they are not `needed`, defaults where it does not run."""
-    from bough.cli.chat.remote import RemoteBackend, ServerFailed, Unreachable, client, failures
+    from bough.session.remote import RemoteSession, ServerFailed, Unreachable, client, failures
 
     try:
         with client(base, key) as http, failures(base):
             health = http.get(f"{base}/health", timeout=HEALTH_S)
         if health.status_code == LOADING:
             raise ServerFailed(f"the server at {base} is still loading its model", "try again in a while")
-        found = RemoteBackend.connect(base, key=key, model=None)
-        return Server(base, found.name, found.context)
+        session = RemoteSession.connect(base, key=key, model=None)
+        return Server(base, session.name, session.context)
     except ServerFailed as error:
         if not needed:
             return Server(base)

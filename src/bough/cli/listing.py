@@ -10,7 +10,7 @@ import typer
 from bough.bench.cards import about_tok_s
 from bough.cli import view
 from bough.cli.completion import pulled_names
-from bough.cli.inventory import Inventory, Target, inventory
+from bough.cli.inventory import CachedTarget, Inventory, inventory
 from bough.errors import UsageError
 from bough.hub import catalog
 from bough.hub.cache import Cached
@@ -41,17 +41,17 @@ def list_models(
     if name is not None:
         return _quantisations(name, as_json=as_json)
     with view.Screen(quiet=as_json).waiting("Reading the cache"):
-        found = inventory()
+        models = inventory()
     device, memory = _memory()
     facts = {
         "cache": str(cache_folder()),
         "device": device,
         "memory_bytes": memory,
         "built_in": _built_in(),
-        "models": [_model(target, found) for target in found.targets],
-        "drafts": [_draft(draft) for draft in found.drafts],
-        "others": found.others,
-        "available": _available(found),
+        "models": [_model(target, models) for target in models.targets],
+        "drafts": [_draft(draft) for draft in models.drafts],
+        "others": models.others,
+        "available": _available(models),
     }
     for row in (*facts["built_in"], *facts["models"], *facts["available"]):
         row["fits"] = _does_fit(row["size_bytes"], memory)
@@ -64,7 +64,7 @@ def list_models(
 
 def _speed(row: dict[str, Any], device: str) -> list[float | None] | None:
     """Return about how many tokens a second, and with the draft; None: the device is not known."""
-    share = _read_share(f"{row['name']} {row.get('card') or ''}")
+    share = read_share(f"{row['name']} {row.get('card') or ''}")
     speeds = about_tok_s(max(1, row["size_bytes"]), share, device, draft=bool(row.get("draft")))
     return None if speeds is None or not row["fits"] else list(speeds)
 
@@ -73,7 +73,7 @@ def _does_fit(size: int, memory: int) -> bool:
     return OVERHEAD * size + RUNNING <= memory
 
 
-def _read_share(name: str) -> float:
+def read_share(name: str) -> float:
     """Return the share of a model's weights that one token reads, from its name: 35B-A3B."""
     active = re.search(r"([0-9.]+)b-a([0-9.]+)b", name.lower())
     return float(active[2]) / float(active[1]) if active else 1.0
@@ -87,7 +87,7 @@ def suggestion() -> str | None:
     fitting = {
         name: size
         for name, size in sizes.items()
-        if _does_fit(size, room) and not (device == CPU and size * _read_share(name) > SLOW)
+        if _does_fit(size, room) and not (device == CPU and size * read_share(name) > SLOW)
     }
     return max(fitting, key=lambda name: fitting[name]) if fitting else None
 
@@ -98,11 +98,11 @@ def _quantisations(name: str, *, as_json: bool) -> None:
     if repo is None:
         raise UsageError(f"{name} is here already, needed a name on huggingface.co", f"bough show {name}")
     with view.Screen(quiet=as_json).waiting(f"Asking for {repo.repo}"):
-        found = offered(repo.repo)
+        files = offered(repo.repo)
     device, memory = _memory()
     rows: list[dict[str, Any]] = [
         {"name": f"{repo.repo}:{each.label}", "size_bytes": each.size, "fits": _does_fit(each.size, memory)}
-        for each in found
+        for each in files
     ]
     for row in rows:
         row["tok_s"] = _speed(row, device)
@@ -144,16 +144,16 @@ def _built_in() -> list[dict[str, Any]]:
     ]
 
 
-def _about(card: catalog.Card) -> int:
+def _about(card: catalog.ModelCard) -> int:
     """Return about how many bytes the target of a card takes, by the parameters in its name."""
     match = re.search(r"([0-9.]+)b\b", card.name)
     return int(float(match[1]) * 1e9 * BYTES_PER_WEIGHT) if match else 0
 
 
-def _model(target: Target, found: Inventory) -> dict[str, Any]:
+def _model(target: CachedTarget, models: Inventory) -> dict[str, Any]:
     card, draft = target.card, None
     if card is not None and card.draft is not None:
-        draft = {"repo": card.draft.repo, "present": found.draft_of(card) is not None}
+        draft = {"repo": card.draft.repo, "present": models.draft_of(card) is not None}
     return {
         "name": str(target.files),
         "card": card.name if card else None,
@@ -174,9 +174,9 @@ def _draft(draft: Cached) -> dict[str, Any]:
     }
 
 
-def _available(found: Inventory) -> list[dict[str, Any]]:
+def _available(models: Inventory) -> list[dict[str, Any]]:
     """Return the cards that have no target in the cache."""
-    here = {target.card.name for target in found.targets if target.card is not None}
+    here = {target.card.name for target in models.targets if target.card is not None}
     return [
         {
             "name": card.name,

@@ -15,7 +15,7 @@ from bough.cli.options import EngineOptions, SpeculationOptions
 from bough.cli.speculation import Chosen, Speculation, decide, downloading
 from bough.config import EngineConfig, environment
 from bough.errors import UsageError
-from bough.hub.catalog import EMBEDDED, Card
+from bough.hub.catalog import EMBEDDED, ModelCard
 from bough.hub.resolve import Meaning, meaning, resolve
 from bough.session.folders import costs_file
 from bough.session.pairing import card_of
@@ -71,7 +71,7 @@ def find(name: str | None, *, think: bool | None, offline: bool, screen: view.Sc
     return Chosen(path, card, fetched=bar.began, mtp=mtp)
 
 
-def _inspected(path: Path, meant: Meaning, *, think: bool | None) -> tuple[Card | None, bool]:
+def _inspected(path: Path, meant: Meaning, *, think: bool | None) -> tuple[ModelCard | None, bool]:
     """Return the model's card and whether its file has an MTP block.
 
     Checks `think` before the weights are loaded, which may take minutes.
@@ -164,9 +164,7 @@ def describe(session: "Session", path: Path, screen: view.Screen) -> None:
         screen.notice(note[0].upper() + note[1:])
     approximate = session.engine.approximate
     if approximate:
-        on_cpu = session.engine.target.device.type == "cpu" and not session.engine.states.approximate
-        page = "docs/cpu.md" if on_cpu else "docs/long-context.md"
-        screen.notice(f"Approximate: {', '.join(approximate)}. {page} has the cost.")
+        screen.notice(f"Approximate: {', '.join(approximate)}. docs/long-context.md has the cost.")
     if session.compresses:
         screen.note("Long prompts are compressed, approximately: docs/compression.md says what is lost.")
     if approximate or session.engine.target.device.type == "cuda":

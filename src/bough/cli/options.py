@@ -6,8 +6,10 @@ command takes that dataclass as one parameter.
 
 import functools
 import inspect
-from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import field as dataclass_field
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -24,12 +26,12 @@ from bough.errors import UsageError
 
 MODEL_HELP = "A .gguf file, a folder that holds one, a short name (`bough list`), or USER/REPO[:QUANT]"
 DEFAULTS = EngineConfig()
+PANEL = "panel"
+LIMITS = re.compile(r"(-?[0-9.]*[0-9])?\.\.(-?[0-9.]*[0-9])?")
 COMPRESS = ("compress", "compress_above", "compress_to", "compress_scorer")
 # Options that every engine has.
 REASONING = ("effort", "break_loops")
-HARDWARE = (
-    "vram_limit", "experts_host", "prefill", "device", "threads", "cpu_backend", "cpu_activations", "offline",
-)  # fmt: skip
+HARDWARE = ("vram_limit", "experts_host", "prefill", "device", "threads", "cpu_backend", "offline")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,20 +52,20 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     groups: dict[str, tuple[type, list[str]]] = {}
     expanded: list[inspect.Parameter] = []
     for name, parameter in inspect.signature(command).parameters.items():
-        found = _group(hints[name])
-        if found is None:
+        group = _group(hints[name])
+        if group is None:
             expanded.append(parameter.replace(kind=parameter.KEYWORD_ONLY, annotation=hints[name]))
         else:
-            groups[name] = found[0], [option.name for option in found[1]]
-            expanded += found[1]
+            groups[name] = group[0], [option.name for option in group[1]]
+            expanded += group[1]
 
     @functools.wraps(command)
-    def call(**given: Any) -> None:
+    def call(**arguments: Any) -> None:
         values = {
-            name: kind(**{option: given.pop(option) for option in names})
+            name: kind(**{option: arguments.pop(option) for option in names})
             for name, (kind, names) in groups.items()
         }
-        command(**given, **values)
+        command(**arguments, **values)
 
     result: Any = call
     result.__signature__ = inspect.Signature(expanded)
@@ -77,25 +79,55 @@ def _group(hint: Any) -> tuple[type, list[inspect.Parameter]] | None:
     if not (isinstance(kind, type) and is_dataclass(kind)):
         return None
     types = get_type_hints(kind, include_extras=True)
-    chosen = [name for each in extras if isinstance(each, Only) for name in each.names]
+    names = [name for extra in extras if isinstance(extra, Only) for name in extra.names]
     return kind, [
         inspect.Parameter(
             field.name,
             inspect.Parameter.KEYWORD_ONLY,
             default=inspect.Parameter.empty if field.default is MISSING else field.default,
-            annotation=types[field.name],
+            annotation=_annotated(field, types[field.name]),
         )
         for field in fields(kind)
-        if field.name in chosen or not chosen
+        if field.name in names or not names
     ]
 
 
+def _annotated(field: Field[Any], kind: Any) -> Any:
+    """Return the type of a field with its option; those of `panel` are named after their field."""
+    if PANEL not in field.metadata:
+        return kind
+    names, settings = field.metadata["names"], dict(field.metadata["settings"])
+    if not any(name.startswith("--") for name in names):
+        names = (f"--{field.name.replace('_', '-')}", *names)
+    return Annotated[kind, typer.Option(*names, rich_help_panel=field.metadata[PANEL], **settings)]
+
+
 def panel(title: str) -> Callable[..., Any]:
-    """Return `typer.Option` for options that the help shows under this title."""
+    """Return what declares the fields of a group as options that the help shows under this title."""
+
+    def option(help: str, form: str = "", *, default: Any = None, **settings: Any) -> Any:
+        """Return a field of a group. form: other names than the field's, metavar and limits: `-n N 1..64`."""
+        names = []
+        for word in form.split():
+            if limits := LIMITS.fullmatch(word):
+                low, high = (float(limit) if "." in limit else int(limit) for limit in limits.groups("0"))
+                settings |= {"min": low} if limits[1] else {}
+                settings |= {"max": high} if limits[2] else {}
+            elif word.startswith("-"):
+                names.append(word)
+            else:
+                settings["metavar"] = word
+        declaration = {PANEL: title, "names": names, "settings": {"help": help} | settings}
+        return dataclass_field(default=default, metadata=declaration)
+
+    return option
+
+
+def single(title: str) -> Callable[..., Any]:
+    """Return `typer.Option` for an option that several groups or commands share, under this title."""
     return functools.partial(typer.Option, rich_help_panel=title)
 
 
-_prompt, _sampling, _output = panel("Prompt"), panel("Sampling"), panel("Output")
 _speculation, _engine, _kv_cache = panel("Speculation"), panel("Engine"), panel("KV cache")
 _compress, _reasoning = panel("Compression of long prompts"), panel("Reasoning")
 
@@ -112,23 +144,26 @@ Models = Annotated[
         show_default=False,
     ),
 ]
-System = Annotated[str | None, _prompt("--system", "-s", help="Instructions that come before the prompt.")]
+System = Annotated[
+    str | None, single("Prompt")("--system", "-s", help="Instructions that come before the prompt.")
+]
 Think = Annotated[
     bool | None,
-    _prompt(
+    single("Prompt")(
         "--think/--no-think",
         help="Reason before answering; else as the model's template decides.",
         show_default=False,
     ),
 ]
 Seed = Annotated[
-    int | None, _sampling("--seed", min=0, help="Same seed, same text. Random and shown when absent.")
+    int | None,
+    single("Sampling")("--seed", min=0, help="Same seed, same text. Random and shown when absent."),
 ]
-AsJson = Annotated[bool, _output("--json", help="Print one JSON object, for errors too.")]
-Quiet = Annotated[bool, _output("--quiet", "-q", help="No progress, notices or statistics.")]
+AsJson = Annotated[bool, single("Output")("--json", help="Print one JSON object, for errors too.")]
+Quiet = Annotated[bool, single("Output")("--quiet", "-q", help="No progress, notices or statistics.")]
 Draft = Annotated[
     str | None,
-    _speculation(
+    single("Speculation")(
         "--draft",
         metavar="auto|none|mtp|lookup|PATH|REPO",
         help="What proposes tokens: a draft by path or repository; the MTP block in the model's file; prompt "
@@ -139,7 +174,7 @@ Draft = Annotated[
 ]
 MaxContext = Annotated[
     int | None,
-    _engine(
+    single("Engine")(
         "--max-ctx",
         parser=size,
         metavar="TOKENS",
@@ -149,7 +184,7 @@ MaxContext = Annotated[
 ]
 Parallel = Annotated[
     int | None,
-    _engine(
+    single("Engine")(
         "--parallel",
         min=1,
         max=64,
@@ -160,7 +195,7 @@ Parallel = Annotated[
 ]
 VramLimit = Annotated[
     int | None,
-    _engine(
+    single("Engine")(
         "--vram-limit",
         parser=memory,
         metavar="SIZE",
@@ -170,38 +205,12 @@ VramLimit = Annotated[
 ]
 
 
-class DraftQuant(StrEnum):
-    auto = "auto"
-    q8_0 = "q8_0"
-    q4_k = "q4_k"
-    none = "none"
-
-
-class KVType(StrEnum):
-    auto = "auto"
-    f32 = "f32"
-    f16 = "f16"
-    bf16 = "bf16"
-    q8_0 = "q8_0"
-    q5_0 = "q5_0"
-    q4_0 = "q4_0"
-    tq3_0 = "tq3_0"
-
-
-class CPUActivations(StrEnum):
-    int16 = "int16"
-    int8 = "int8"
-
-
-class Prefill(StrEnum):
-    exact = "exact"
-    int8 = "int8"
-
-
-class CPUBackend(StrEnum):
-    auto = "auto"
-    native = "native"
-    torch = "torch"
+DraftQuant = StrEnum("DraftQuant", "auto q8_0 q4_k none")
+KVType = StrEnum("KVType", "auto f32 f16 bf16 q8_0 q5_0 q4_0 tq3_0")
+Prefill = StrEnum("Prefill", "exact int8")
+CPUBackend = StrEnum("CPUBackend", "auto native torch")
+Compress = StrEnum("Compress", "off auto")
+Effort = StrEnum("Effort", list(EFFORTS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,66 +218,35 @@ class SpeculationOptions:
     """How tokens are proposed; cli/speculation.py says what the options mean together."""
 
     draft: Draft = None
-    draft_quant: Annotated[
-        DraftQuant,
-        _speculation(
-            "--draft-quant", help="Quantise the draft while it is loaded. auto: q8_0 on a GPU, none on a CPU."
-        ),
-    ] = DraftQuant.auto
-    budget: Annotated[
-        int | None,
-        _speculation(
-            "--budget",
-            min=1,
-            max=63,
-            metavar="N",
-            help="Most proposed tokens in a tree. Default: as recommended for the model, else 22.",
-        ),
-    ] = None
-    chain: Annotated[bool, _speculation("--chain", help="Propose one path, no branches.")] = False
-    no_draft: Annotated[
-        bool, _speculation("--no-draft", help="Propose nothing: plain decoding. The same as --draft none.")
-    ] = False
+    draft_quant: DraftQuant = _speculation(
+        "Quantise the draft while it is loaded. auto: q8_0 on a GPU, none on a CPU.", default=DraftQuant.auto
+    )
+    budget: int | None = _speculation(
+        "Most proposed tokens in a tree. Default: as recommended for the model, else 22.", "N 1..63"
+    )
+    chain: bool = _speculation("Propose one path, no branches.", default=False)
+    no_draft: bool = _speculation("Propose nothing: plain decoding. The same as --draft none.", default=False)
 
 
 @dataclass(frozen=True, slots=True)
 class KVCacheOptions:
     """How the KV cache is stored and read."""
 
-    kv: Annotated[
-        KVType,
-        _kv_cache(
-            "--kv",
-            case_sensitive=False,
-            help="The type it is stored in. auto: f32 on a CPU, which alone has it; on a GPU f16, "
-            "or the most bits in which the context fits. Below 8 bits the text may change: "
-            "docs/long-context.md.",
-        ),
-    ] = KVType.auto
-    kv_k: Annotated[
-        KVType | None, _kv_cache("--kv-k", case_sensitive=False, help="Keys alone; else as --kv says.")
-    ] = None
-    kv_v: Annotated[
-        KVType | None, _kv_cache("--kv-v", case_sensitive=False, help="Values alone; else as --kv says.")
-    ] = None
-    window: Annotated[
-        int | None,
-        _kv_cache(
-            "--window",
-            parser=size,
-            metavar="TOKENS",
-            help="While decoding attend only to this many of the last tokens and to the first 64: "
-            "approximate. Default: to all.",
-        ),
-    ] = None
-
-
-Effort = StrEnum("Effort", [(word, word) for word in EFFORTS])
-
-
-class Compress(StrEnum):
-    off = "off"
-    auto = "auto"
+    kv: KVType = _kv_cache(
+        "The type it is stored in. auto: f32 on a CPU, which alone has it; on a GPU f16, "
+        "or the most bits in which the context fits. Below 8 bits the text may change: "
+        "docs/long-context.md.",
+        default=KVType.auto,
+        case_sensitive=False,
+    )
+    kv_k: KVType | None = _kv_cache("Keys alone; else as --kv says.", case_sensitive=False)
+    kv_v: KVType | None = _kv_cache("Values alone; else as --kv says.", case_sensitive=False)
+    window: int | None = _kv_cache(
+        "While decoding attend only to this many of the last tokens and to the first 64: "
+        "approximate. Default: to all.",
+        "TOKENS",
+        parser=size,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,143 +254,77 @@ class EngineOptions:
     """Where a model is loaded, and with how much memory."""
 
     max_ctx: MaxContext = None
-    prefix_cache: Annotated[
-        int | None,
-        _engine(
-            "--prefix-cache",
-            parser=memory_or_none,
-            metavar="SIZE",
-            help="Memory for states of earlier prompts, so that a repeated prefix is not computed again: "
-            "512m, 8g; 0 turns it off. Default: a quarter of the memory that is free, up to 8g.",
-        ),
-    ] = None
-    prefix_cache_exact: Annotated[
-        bool,
-        _engine(
-            "--prefix-cache-exact",
-            help="Do not use states that were saved after an answer: they differ in the last bits from "
-            "processing the answer as part of a prompt.",
-        ),
-    ] = False
-    prefix_cache_dir: Annotated[
-        Path | None,
-        _engine(
-            "--prefix-cache-dir",
-            metavar="PATH",
-            help="Keep states of prompts in this folder, too: "
-            "later runs need not compute a repeated prefix again.",
-        ),
-    ] = None
-    prefix_cache_dir_size: Annotated[
-        int,
-        _engine(
-            "--prefix-cache-dir-size",
-            parser=memory,
-            metavar="SIZE",
-            help="Most bytes in that folder; the least recently used are deleted. Default: 32g.",
-            show_default=False,
-        ),
-    ] = DEFAULTS.prefix_cache_dir_size
+    prefix_cache: int | None = _engine(
+        "Memory for states of earlier prompts, so that a repeated prefix is not computed again: "
+        "512m, 8g; 0 turns it off. Default: a quarter of the memory that is free, up to 8g.",
+        "SIZE",
+        parser=memory_or_none,
+    )
+    prefix_cache_dir: Path | None = _engine(
+        "Keep states of prompts in this folder, too: later runs need not compute a repeated prefix again.",
+        "PATH",
+    )
+    prefix_cache_dir_size: int = _engine(
+        "Most bytes in that folder; the least recently used are deleted. Default: 32g.",
+        "SIZE",
+        default=DEFAULTS.prefix_cache_dir_size,
+        parser=memory,
+        show_default=False,
+    )
     vram_limit: VramLimit = None
-    experts_host: Annotated[
-        int,
-        _engine(
-            "--experts-host",
-            min=0,
-            metavar="N",
-            help="Keep the routed experts of N layers in host memory; a GPU reads some over the bus, "
-            "more slowly.",
-        ),
-    ] = 0
-    prefill: Annotated[
-        Prefill,
-        _engine(
-            "--prefill",
-            help="Matmuls of prompts. int8: with 8 bits, on a GPU; approximate, and slower on an H200: "
-            "docs/long-context.md has the figures.",
-        ),
-    ] = Prefill.exact
-    device: Annotated[
-        str,
-        _engine("--device", parser=device_name, metavar="auto|cpu|cuda|cuda:N", help="Where to compute."),
-    ] = "auto"
-    threads: Annotated[
-        int | None,
-        _engine(
-            "--threads",
-            min=1,
-            max=256,
-            metavar="N",
-            help="Threads of a CPU. Default: one for each core; with PyTorch one for each idle core.",
-        ),
-    ] = None
-    cpu_backend: Annotated[
-        CPUBackend,
-        _engine(
-            "--cpu-backend",
-            help="What computes on a CPU: native code, with weights as small as in the file, or PyTorch. "
-            "auto: native code where it runs the model.",
-        ),
-    ] = CPUBackend.auto
-    cpu_activations: Annotated[
-        CPUActivations,
-        _engine(
-            "--cpu-activations",
-            help="What native code rounds activations to. int8: faster with many rows, approximate.",
-        ),
-    ] = CPUActivations.int16
-    effort: Annotated[
-        Effort | None,
-        _reasoning(
-            "--effort",
-            help="How much to reason: in the chat template's own words where it has them, else in tokens: "
-            "minimal 512, low 2048, medium 8192. Default: as recommended for the model.",
-        ),
-    ] = None
-    break_loops: Annotated[
-        bool,
-        _reasoning(
-            "--break-loops/--no-break-loops",
-            help="End reasoning that repeats itself for the third time, as at the end of a budget.",
-        ),
-    ] = True
-    offline: Annotated[bool, _engine("--offline", help="Use only what is on this machine.")] = False
-    compress: Annotated[
-        Compress,
-        _compress(
-            "--compress",
-            help="Read only what the question needs of long documents and tool results: approximate, the "
-            "answer may change. docs/compression.md says what is lost. off: every prompt is read whole.",
-        ),
-    ] = Compress.off
-    compress_above: Annotated[
-        int,
-        _compress(
-            "--compress-above",
-            parser=size,
-            metavar="TOKENS",
-            help="Leave shorter prompts as they are: 32k, 16384. Default: 32k.",
-            show_default=False,
-        ),
-    ] = DEFAULTS.compress.above
-    compress_to: Annotated[
-        float,
-        _compress(
-            "--compress-to",
-            parser=kept,
-            metavar="SHARE|TOKENS",
-            help="Most tokens of the compressed prompt, everything included: 0.15, 10%, 16k. Default: 0.15.",
-            show_default=False,
-        ),
-    ] = DEFAULTS.compress.to
-    compress_scorer: Annotated[
-        str,
-        _compress(
-            "--compress-scorer",
-            metavar="MODEL|words",
-            help="A small model whose attention chooses, beside words in common; words: these alone.",
-        ),
-    ] = "words"
+    experts_host: int = _engine(
+        "Keep the routed experts of N layers in host memory; a GPU reads some over the bus, more slowly.",
+        "N 0..",
+        default=0,
+    )
+    prefill: Prefill = _engine(
+        "Matmuls of prompts. int8: with 8 bits, on a GPU; approximate, and slower on an H200: "
+        "docs/long-context.md has the figures.",
+        default=Prefill.exact,
+    )
+    device: str = _engine("Where to compute.", "auto|cpu|cuda|cuda:N", default="auto", parser=device_name)
+    threads: int | None = _engine(
+        "Threads of a CPU. Default: one for each core; with PyTorch one for each idle core.", "N 1..256"
+    )
+    cpu_backend: CPUBackend = _engine(
+        "What computes on a CPU: native code, with weights as small as in the file, or PyTorch. "
+        "auto: native code where it runs the model.",
+        default=CPUBackend.auto,
+    )
+    effort: Effort | None = _reasoning(
+        "How much to reason: in the chat template's own words where it has them, else in tokens: "
+        "minimal 512, low 2048, medium 8192. Default: as recommended for the model."
+    )
+    break_loops: bool = _reasoning(
+        "End reasoning that repeats itself for the third time, as at the end of a budget.",
+        "--break-loops/--no-break-loops",
+        default=True,
+    )
+    offline: bool = _engine("Use only what is on this machine.", default=False)
+    compress: Compress = _compress(
+        "Read only what the question needs of long documents and tool results: approximate, the "
+        "answer may change. docs/compression.md says what is lost. off: every prompt is read whole.",
+        default=Compress.off,
+    )
+    compress_above: int = _compress(
+        "Leave shorter prompts as they are: 32k, 16384. Default: 32k.",
+        "TOKENS",
+        default=DEFAULTS.compress.above,
+        parser=size,
+        show_default=False,
+    )
+    compress_to: float = _compress(
+        "Most tokens of the compressed prompt, everything included: 0.15, 10%, 16k. Default: 0.15.",
+        "SHARE|TOKENS",
+        default=DEFAULTS.compress.to,
+        parser=kept,
+        show_default=False,
+    )
+    compress_scorer: str = _compress(
+        "A small model whose attention chooses, beside words in common; words: these alone.",
+        "MODEL|words",
+        default="words",
+    )
 
     def config(self, cache: KVCacheOptions) -> EngineConfig:
         """Return the engine's settings; speculation has its defaults."""
@@ -424,25 +336,19 @@ class EngineOptions:
         if self.compress_scorer != "words" and self.compress is Compress.off:
             raise UsageError("--compress-scorer needs --compress auto, which uses it")
         return EngineConfig(
-            device=self.device,
-            max_ctx=self.max_ctx,
-            vram_limit=self.vram_limit,
-            experts_host=self.experts_host,
-            prefill=self.prefill.value,
-            threads=self.threads,
-            cpu_backend=self.cpu_backend.value,
-            cpu_activations=self.cpu_activations.value,
-            prefix_cache=self.prefix_cache,
-            prefix_cache_exact=self.prefix_cache_exact,
-            prefix_cache_dir=self.prefix_cache_dir,
-            prefix_cache_dir_size=self.prefix_cache_dir_size,
+            **shared(self, EngineConfig, without=("compress",)),
+            compress=CompressConfig(self.compress.value, self.compress_above, self.compress_to),
             kv_k=(cache.kv_k or cache.kv).value,
             kv_v=(cache.kv_v or cache.kv).value,
             window=cache.window,
-            effort=self.effort and self.effort.value,
-            break_loops=self.break_loops,
-            compress=CompressConfig(self.compress.value, self.compress_above, self.compress_to),
         )
+
+
+def shared(options: Any, config: Any, *, without: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the values of the options that are settings under the same name; words as plain text."""
+    names = {field.name for field in fields(options)} & {field.name for field in fields(config)} - {*without}
+    values = {name: getattr(options, name) for name in names}
+    return {name: value.value if isinstance(value, StrEnum) else value for name, value in values.items()}
 
 
 def check_remote(engine: EngineOptions, cache: KVCacheOptions) -> None:

@@ -40,8 +40,8 @@ app = typer.Typer(
 )
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(shown: bool) -> None:
+    if shown:
         view.plain(f"bough {bough.__version__}")
         raise typer.Exit
 

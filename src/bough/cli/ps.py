@@ -26,7 +26,7 @@ def ps(
 
     bough ps --url http://192.168.1.5:8000
     """
-    from bough.cli.chat.remote import ServerFailed, Unreachable, address
+    from bough.session.remote import ServerFailed, Unreachable, address
 
     key = api_key or environment().api_key
     default = daemon.address("127.0.0.1", ServerConfig().port)
@@ -56,17 +56,17 @@ def ps(
 
 
 def _show(models: list[dict[str, Any]]) -> None:
-    for base in dict.fromkeys(each["address"] for each in models):
-        rows = [_row(each) for each in models if each["address"] == base]
+    for base in dict.fromkeys(model["address"] for model in models):
+        rows = [_row(model) for model in models if model["address"] == base]
         view.table(base, ["model", "state", "requests", "memory", "context"], rows, texts=TEXTS)
-    for each in models:
-        for warning in each["warnings"]:
-            view.plain(f"{each['name']}: {with_flags(warning)}")
+    for model in models:
+        for warning in model["warnings"]:
+            view.plain(f"{model['name']}: {with_flags(warning)}")
 
 
 def _models(base: str, key: str | None) -> list[dict[str, Any]]:
     """Return the models in a server's memory; raise ServerFailed where it is not one of ours."""
-    from bough.cli.chat.remote import ServerFailed, client, failures, raise_for_status
+    from bough.session.remote import ServerFailed, client, failures, raise_for_status
 
     with client(base, key) as http, failures(base):
         answer = http.get(f"{base}/api/ps", timeout=ANSWER_S)

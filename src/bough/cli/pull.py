@@ -11,7 +11,7 @@ from bough.cli.speculation import downloading
 from bough.errors import DownloadFailed, ModelFileError, ModelNotFound, UsageError
 from bough.hub import catalog
 from bough.hub.cache import of_repo
-from bough.hub.catalog import Card
+from bough.hub.catalog import ModelCard
 from bough.hub.download import fetch
 from bough.hub.drafts import fetch_draft
 from bough.hub.names import RepoName, is_draft_file
@@ -57,9 +57,9 @@ def pull(
     if draft_only:
         card = card or catalog.of_repo(repo.repo)
     else:
-        wanted = RepoName(repo.repo, quant) if quant else meant.fetched
+        repo_name = RepoName(repo.repo, quant) if quant else meant.fetched
         try:
-            path = _target(wanted or repo, screen)
+            path = _target(repo_name or repo, screen)
         except DownloadFailed:
             raise
         except ModelNotFound as error:
@@ -80,7 +80,7 @@ def _repo(name: str, meant: Meaning, quant: str | None) -> RepoName:
     return meant.repo
 
 
-def _fetch_draft_of(name: str, card: Card | None, *, needed: bool, screen: view.Screen) -> None:
+def _fetch_draft_of(name: str, card: ModelCard | None, *, needed: bool, screen: view.Screen) -> None:
     if card is not None and card.draft is not None:
         _draft(card.draft, screen)
     elif needed:
@@ -111,7 +111,7 @@ def _is_draft(repo: RepoName, screen: view.Screen) -> bool:
     return True
 
 
-def _card(path: Path, repo: RepoName) -> Card | None:
+def _card(path: Path, repo: RepoName) -> ModelCard | None:
     """Return the card of a file; None too if it cannot be run, which is no error here."""
     from bough.gguf.reader import GGUFFile
 

@@ -9,7 +9,7 @@ from bough.cli import view
 from bough.cli.inventory import inventory
 from bough.errors import ModelNotFound, UsageError
 from bough.hub.cache import Cached, of_repo, removal, unfinished
-from bough.hub.catalog import Card
+from bough.hub.catalog import ModelCard
 from bough.hub.names import GGUFSet, RepoName, choose
 from bough.hub.resolve import Meaning, meaning
 
@@ -37,7 +37,7 @@ def remove(
         if meant.card is not None and meant.card.pair is not None:
             raise UsageError(f"{name} is a part of bough, which uses it where no model is named")
         raise UsageError(f"{name} is not in the Hugging Face cache: {meant.path}", "remove it by hand")
-    files, kept = _files(meant)
+    files, staying = _files(meant)
     leftovers = [] if files else _leftovers(meant)
     if not files and not leftovers:
         raise ModelNotFound(f"{name} is not in the Hugging Face cache", "bough list shows what is")
@@ -45,7 +45,7 @@ def remove(
     size = plan.size if plan else sum(path.stat().st_size for path in leftovers)
     rows = [(str(each), view.amount(each.size)) for each in files]
     rows += [("unfinished download", f"{view.amount(path.stat().st_size)}  {path}") for path in leftovers]
-    rows += [("kept", text) for text in kept]
+    rows += [("kept", text) for text in staying]
     view.sections(f"Remove {name}", {f"Frees {view.amount(size)}": rows})
     if not yes and not view.confirm("Remove?"):
         view.plain("Nothing was removed.")
@@ -60,35 +60,35 @@ def remove(
 def _files(meant: Meaning) -> tuple[list[Cached], list[str]]:
     """Return the files to remove, and what is kept although it belongs to the model."""
     assert meant.repo is not None
-    found = of_repo(meant.repo.repo)
-    drafts = [each for each in found if not each.quant]
-    targets = [each for each in found if each.quant]
+    cached = of_repo(meant.repo.repo)
+    drafts = [each for each in cached if not each.quant]
+    targets = [each for each in cached if each.quant]
     if drafts and not meant.repo.quant and not meant.repo.file and meant.card is None:
         return drafts, []
-    chosen = _choose(targets, meant) if targets else []
+    files = _choose(targets, meant) if targets else []
     if meant.card is None or meant.card.draft is None:
-        return chosen, []
-    return _with_draft(chosen, meant.card, meant.card.draft)
+        return files, []
+    return _with_draft(files, meant.card, meant.card.draft)
 
 
 def _choose(targets: list[Cached], meant: Meaning) -> list[Cached]:
     assert meant.repo is not None
     by_files = {target.files: target for target in targets}
     sets = [GGUFSet(target.files, target.size) for target in targets]
-    wanted = meant.repo
-    if meant.card is not None and wanted.quant is None and len(sets) > 1:
-        wanted = meant.fetched or wanted
-    return [by_files[choose(sets, wanted).files]]
+    repo = meant.repo
+    if meant.card is not None and repo.quant is None and len(sets) > 1:
+        repo = meant.fetched or repo
+    return [by_files[choose(sets, repo).files]]
 
 
-def _with_draft(chosen: list[Cached], card: Card, draft: RepoName) -> tuple[list[Cached], list[str]]:
+def _with_draft(files: list[Cached], card: ModelCard, draft: RepoName) -> tuple[list[Cached], list[str]]:
     drafts = [each for each in of_repo(draft.repo) if not each.quant]
     if not drafts:
-        return chosen, []
-    users = [str(user.files) for user in inventory().users(draft.repo) if user.files not in chosen]
+        return files, []
+    users = [str(user.files) for user in inventory().users(draft.repo) if user.files not in files]
     if users:
-        return chosen, [f"{draft}: {', '.join(users)} uses it"]
-    return [*chosen, *drafts], []
+        return files, [f"{draft}: {', '.join(users)} uses it"]
+    return [*files, *drafts], []
 
 
 def _leftovers(meant: Meaning) -> list[Path]:

@@ -92,7 +92,7 @@ def result(
     kv: str,
 ) -> dict[str, Any]:
     """Return the answer as a JSON object. texts: `text` and `reasoning`."""
-    found: dict[str, Any] = {
+    answer: dict[str, Any] = {
         **texts,
         "tokens": finished.tokens if finished else None,
         "finish_reason": finished.reason if finished else "cancelled",
@@ -101,8 +101,8 @@ def result(
         "stats": statistics(finished.stats) if finished else None,
     }
     if finished is not None and finished.logprobs is not None:
-        found["logprobs"] = [_logprob(each, tokenizer) for each in finished.logprobs]
-    return found
+        answer["logprobs"] = [_logprob(each, tokenizer) for each in finished.logprobs]
+    return answer
 
 
 def statistics(stats: "RequestStats") -> dict[str, Any]:
@@ -112,8 +112,10 @@ def statistics(stats: "RequestStats") -> dict[str, Any]:
     return stats.as_dict() | {"acceptance_histogram": histogram}
 
 
-def _logprob(each: "TokenLogprob", tokenizer: "Tokenizer") -> dict[str, Any]:
+def _logprob(entry_of: "TokenLogprob", tokenizer: "Tokenizer") -> dict[str, Any]:
     def entry(id: int, logprob: float) -> dict[str, Any]:
         return {"token": tokenizer.token_bytes(id).decode(errors="replace"), "id": id, "logprob": logprob}
 
-    return entry(each.token, each.logprob) | {"top": [entry(id, logprob) for id, logprob in each.top]}
+    return entry(entry_of.token, entry_of.logprob) | {
+        "top": [entry(id, logprob) for id, logprob in entry_of.top]
+    }

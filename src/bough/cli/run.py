@@ -33,10 +33,12 @@ from bough.cli.options import (
 from bough.cli.sampling import SamplingOptions
 from bough.cli.speculation import Chosen, Speculation
 from bough.errors import UsageError
+from bough.session.collected import GeneratedOutput
+from bough.session.events import Finished
 
 if TYPE_CHECKING:
-    from bough.cli.chat.conversation import Conversation, Settings
-    from bough.session.session import Finished, Session, TextRequest
+    from bough.cli.chat.conversation import ChatSettings, Conversation
+    from bough.session.session import Session, TextRequest
 
 BEGINNING = 64 << 10  # bytes of a file, by which a text is told from other files
 CHAT_HINT = "bough chat MODEL, or a terminal, starts a conversation"
@@ -49,23 +51,14 @@ class PromptOptions:
         list[str] | None,
         typer.Argument(metavar="PROMPT", help="The same as --prompt.", show_default=False),
     ] = None
-    prompt: Annotated[
-        str | None,
-        _prompt(
-            "--prompt",
-            "-p",
-            help="What to answer. Standard input, unless it is a terminal, is added to it: "
-            "in a loop that reads a file, write `</dev/null` after the command.",
-        ),
-    ] = None
-    file: Annotated[
-        Path | None,
-        _prompt("--file", "-f", metavar="PATH", help="A text file that follows the prompt, or is all of it."),
-    ] = None
+    prompt: str | None = _prompt(
+        "What to answer. Standard input, unless it is a terminal, is added to it: "
+        "in a loop that reads a file, write `</dev/null` after the command.",
+        "-p",
+    )
+    file: Path | None = _prompt("A text file that follows the prompt, or is all of it.", "-f PATH")
     system: System = None
-    raw: Annotated[
-        bool, _prompt("--raw", help="Continue the prompt as it is, without the chat template.")
-    ] = False
+    raw: bool = _prompt("Continue the prompt as it is, without the chat template.", default=False)
     think: Think = None
 
     def check(self) -> None:
@@ -104,24 +97,14 @@ def _is_sentence(name: str) -> bool:
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
     as_json: AsJson = False
-    logprobs: Annotated[
-        int | None,
-        _output(
-            "--logprobs",
-            min=0,
-            max=100,
-            metavar="N",
-            help="With --json: each token's log probability and those of the N likeliest.",
-        ),
-    ] = None
-    show_kept: Annotated[
-        bool,
-        _output(
-            "--show-kept",
-            help="With --compress auto: show the prompt on standard error, with what is left out in grey, "
-            "or as [-...-] without colours.",
-        ),
-    ] = False
+    logprobs: int | None = _output(
+        "With --json: each token's log probability and those of the N likeliest.", "N 0..100"
+    )
+    show_kept: bool = _output(
+        "With --compress auto: show the prompt on standard error, with what is left out in grey, "
+        "or as [-...-] without colours.",
+        default=False,
+    )
     quiet: Quiet = False
 
     def check(self, engine: EngineOptions) -> None:
@@ -179,7 +162,6 @@ def run(
     session = load(target.path, with_scorer(settings, engine, screen), screen)
     if session.template.is_fallback and not prompt.raw:
         screen.note("There is no chat template in the file: plain ChatML is used. --raw leaves it out.")
-    answer = view.Answer(shown=not output.as_json)
     interrupt = Interrupt()
     request = _request(
         session, text, prompt, sampling, logprobs=output.logprobs, cancelled=lambda: interrupt.requested
@@ -188,10 +170,10 @@ def run(
         if output.show_kept:
             request = session.prepare(request)
             _show_kept(request)
-        finished = _generate(session, request, answer, screen)
-    answer.end()
+        answer = _generate(session, request, screen, shown=not output.as_json)
+    finished = answer.finished
     if output.as_json:
-        _print_json(answer, finished, session, target, proposing)
+        _print_json(answer, session, target, proposing)
     else:
         line = report.line(
             finished,
@@ -225,14 +207,14 @@ def _on_terminal() -> bool:
     return all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout))
 
 
-def _beginning(prompt: PromptOptions, sampling: SamplingOptions) -> "tuple[Conversation, Settings]":
+def _beginning(prompt: PromptOptions, sampling: SamplingOptions) -> "tuple[Conversation, ChatSettings]":
     """Return an empty conversation with the settings of the command line."""
-    from bough.cli.chat.conversation import Conversation, Settings
+    from bough.cli.chat.conversation import ChatSettings, Conversation
 
     values = sampling.given()
     if values.pop("logit_bias", None) is not None:
         raise UsageError("--logit-bias needs a prompt: a chat has no such setting")
-    settings = Settings(values, sampling.stops, prompt.think)
+    settings = ChatSettings(values, sampling.stops, prompt.think)
     if sampling.limit is not None:
         settings.values["max_tokens"] = sampling.limit
     return Conversation(prompt.system), settings
@@ -240,13 +222,13 @@ def _beginning(prompt: PromptOptions, sampling: SamplingOptions) -> "tuple[Conve
 
 def _read_prompt(options: PromptOptions, screen: view.Screen) -> str | None:
     """Return the texts of the command line, of a file and of standard input, joined; None: there are none."""
-    given = options.text
-    if given is not None and not given.strip() and options.file is None:
+    words = options.text
+    if words is not None and not words.strip() and options.file is None:
         raise UsageError("the prompt is empty", "bough run MODEL TEXT")
     piped = _piped(screen)
     if not options.raw:
         piped = piped.strip("\n")
-    texts = [text for text in (given, _content(options.file), piped) if text]
+    texts = [text for text in (words, _content(options.file), piped) if text]
     return "\n\n".join(texts) if any(text.strip() for text in texts) else None
 
 
@@ -295,8 +277,8 @@ def _request(
     from bough.session.session import TextRequest
 
     # What is on the command line is asked of the file and of what was piped.
-    given = prompt.text
-    query = given if given and given != text and session.compresses else ""
+    words = prompt.text
+    query = words if words and words != text and session.compresses else ""
     system = [] if prompt.system is None else [{"role": "system", "content": prompt.system}]
     return TextRequest(
         messages=None if prompt.raw else [*system, {"role": "user", "content": text}],
@@ -313,45 +295,31 @@ def _request(
 
 
 def _generate(
-    session: "Session", request: "TextRequest", answer: view.Answer, screen: view.Screen
-) -> "Finished | None":
-    """Stream the answer; return None where it had to be stopped by force."""
-    from bough.session.requests import Finished, Progress, Reasoning, Text
-
-    finished = None
-    with screen.reading("Reading the prompt") as bar, contextlib.suppress(KeyboardInterrupt):
-        for event in session.generate(request):
-            match event:
-                case Progress(done, total):
-                    bar.update(done, total)
-                case Reasoning(piece):
-                    bar.stop()
-                    answer.think(piece)
-                case Text(piece):
-                    bar.stop()
-                    answer.write(piece)
-                case Finished():
-                    finished = event
-    return finished
+    session: "Session", request: "TextRequest", screen: view.Screen, *, shown: bool
+) -> GeneratedOutput:
+    """Stream the answer; it has no end where it had to be stopped by force."""
+    output = GeneratedOutput()
+    with screen.reading("Reading the prompt") as bar:
+        answer = view.ShownAnswer(shown=shown, bar=bar)
+        with contextlib.suppress(KeyboardInterrupt):
+            for event in session.generate(request):
+                output.add(event)
+                view.show(event, answer)
+    answer.end()
+    return output
 
 
-def _print_json(
-    answer: view.Answer,
-    finished: "Finished | None",
-    session: "Session",
-    target: Chosen,
-    proposing: Speculation,
-) -> None:
+def _print_json(answer: GeneratedOutput, session: "Session", target: Chosen, proposing: Speculation) -> None:
     from bough.memory.planner import format_names
 
     paths = {"model": target.path, "draft": proposing.draft.path if proposing.draft else None}
     formats = format_names(session.plan.kv)
     texts = {"text": answer.text, "reasoning": answer.reasoning}
-    view.print_json(report.result(texts, finished, paths, session.tokenizer, kv=formats))
+    view.print_json(report.result(texts, answer.finished, paths, session.tokenizer, kv=formats))
 
 
 def _print_statistics(
-    line: str, finished: "Finished | None", proposing: Speculation, screen: view.Screen, *, spent: str
+    line: str, finished: Finished | None, proposing: Speculation, screen: view.Screen, *, spent: str
 ) -> None:
     screen.statistics(line)
     if spent:

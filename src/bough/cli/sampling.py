@@ -1,7 +1,7 @@
 """The options of sampling, which run and chat take for an answer and serve for requests that do not say."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 from bough.cli import view
 from bough.cli.options import Seed, panel
@@ -33,93 +33,34 @@ FILTERS_AND_PENALTIES = (
 class SamplingOptions:
     """Values that are not given are those recommended for the model."""
 
-    n_gen: Annotated[
-        int | None,
-        _sampling(
-            "--n-gen",
-            "-n",
-            min=-1,
-            metavar="N",
-            help="Most tokens to write, reasoning included. Default, and -1: what fits in the context.",
-        ),
-    ] = None
-    greedy: Annotated[
-        bool,
-        _sampling(
-            "--greedy",
-            help="Take the likeliest token each time: temperature 0 and no penalties. "
-            "Default: as recommended for the model, which `bough show` shows.",
-        ),
-    ] = False
-    temperature: Annotated[
-        float | None,
-        _sampling(
-            "--temperature",
-            "-t",
-            min=0,
-            max=100,
-            metavar="X",
-            help="0 takes the likeliest token each time. Default, here and below: as recommended.",
-        ),
-    ] = None
-    top_p: Annotated[
-        float | None,
-        _sampling(
-            "--top-p", min=0, max=1, metavar="X", help="Sample from the likeliest tokens that add up to this."
-        ),
-    ] = None
-    top_k: Annotated[
-        int | None, _sampling("--top-k", min=0, metavar="N", help="Sample from this many tokens; 0: all.")
-    ] = None
-    min_p: Annotated[
-        float | None,
-        _sampling(
-            "--min-p", min=0, max=1, metavar="X", help="Leave out tokens below this share of the likeliest."
-        ),
-    ] = None
-    repetition_penalty: Annotated[
-        float | None,
-        _sampling(
-            "--repetition-penalty",
-            min=0.01,
-            max=100,
-            metavar="X",
-            help="Above 1: tokens of the prompt and the answer become less likely.",
-        ),
-    ] = None
-    presence_penalty: Annotated[
-        float | None,
-        _sampling(
-            "--presence-penalty",
-            min=-100,
-            max=100,
-            metavar="X",
-            help="Subtracted from the logits of the answer's tokens.",
-        ),
-    ] = None
-    frequency_penalty: Annotated[
-        float | None,
-        _sampling(
-            "--frequency-penalty",
-            min=-100,
-            max=100,
-            metavar="X",
-            help="The same for each time that they occur in it.",
-        ),
-    ] = None
-    logit_bias: Annotated[
-        list[str] | None,
-        _sampling(
-            "--logit-bias",
-            metavar="ID=VALUE",
-            help="Added to a token's logit, -inf bans it; may be given several times.",
-        ),
-    ] = None
+    n_gen: int | None = _sampling(
+        "Most tokens to write, reasoning included. Default, and -1: what fits in the context.", "-n N -1.."
+    )
+    greedy: bool = _sampling(
+        "Take the likeliest token each time: temperature 0 and no penalties. "
+        "Default: as recommended for the model, which `bough show` shows.",
+        default=False,
+    )
+    temperature: float | None = _sampling(
+        "0 takes the likeliest token each time. Default, here and below: as recommended.", "-t X 0..100"
+    )
+    top_p: float | None = _sampling("Sample from the likeliest tokens that add up to this.", "X 0..1")
+    top_k: int | None = _sampling("Sample from this many tokens; 0: all.", "N 0..")
+    min_p: float | None = _sampling("Leave out tokens below this share of the likeliest.", "X 0..1")
+    repetition_penalty: float | None = _sampling(
+        "Above 1: tokens of the prompt and the answer become less likely.", "X 0.01..100"
+    )
+    presence_penalty: float | None = _sampling(
+        "Subtracted from the logits of the answer's tokens.", "X -100..100"
+    )
+    frequency_penalty: float | None = _sampling(
+        "The same for each time that they occur in it.", "X -100..100"
+    )
+    logit_bias: list[str] | None = _sampling(
+        "Added to a token's logit, -inf bans it; may be given several times.", "ID=VALUE"
+    )
     seed: Seed = None
-    stop: Annotated[
-        list[str] | None,
-        _sampling("--stop", help=r"End before this text; may be given several times; \n is a new line."),
-    ] = None
+    stop: list[str] | None = _sampling(r"End before this text; may be given several times; \n is a new line.")
 
     @property
     def limit(self) -> int | None:
@@ -151,5 +92,5 @@ class SamplingOptions:
         """Return the sampling parameters that were given, by name."""
         values = {name: getattr(self, name) for name in FILTERS_AND_PENALTIES}
         values |= {"seed": self.seed, "logit_bias": bias(self.logit_bias or []) or None}
-        given = {name: value for name, value in values.items() if value is not None}
-        return (GREEDY if self.greedy else {}) | given
+        changed = {name: value for name, value in values.items() if value is not None}
+        return (GREEDY if self.greedy else {}) | changed

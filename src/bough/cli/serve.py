@@ -27,6 +27,7 @@ from bough.cli.options import (
     SpeculationOptions,
     grouped,
     panel,
+    shared,
 )
 from bough.cli.sampling import FILTERS_AND_PENALTIES, SamplingOptions
 from bough.cli.speculation import Chosen, Speculation
@@ -47,115 +48,65 @@ _server, _answers, _background = panel("Server"), panel("Answers"), panel("Start
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    host: Annotated[
-        str,
-        _server("--host", metavar="ADDRESS", help="Where to listen; beyond this machine a key is needed."),
-    ] = DEFAULTS.host
-    port: Annotated[int, _server("--port", min=0, max=65535, help="0 takes any that is free.")] = (
-        DEFAULTS.port
+    host: str = _server(
+        "Where to listen; beyond this machine a key is needed.", "ADDRESS", default=DEFAULTS.host
     )
-    api_key: Annotated[
-        list[str] | None,
-        _server(
-            "--api-key",
-            metavar="KEY",
-            help="Needed for every route but /health; may be given several times; else BOUGH_API_KEY. "
-            "Other users of this machine can see command lines: prefer a file.",
-        ),
-    ] = None
-    api_key_file: Annotated[
-        Path | None, _server("--api-key-file", metavar="PATH", help="A file with a key in each line.")
-    ] = None
-    cors_origin: Annotated[
-        list[str] | None,
-        _server(
-            "--cors-origin",
-            metavar="ORIGIN",
-            help="Pages of this origin may use the server, beside those of this machine: "
-            "https://example.org; may be given several times; * means all.",
-        ),
-    ] = None
-    models_max: Annotated[
-        int,
-        _server(
-            "--models-max",
-            min=1,
-            max=64,
-            metavar="N",
-            help="Most models in memory at once; a request for another one unloads the least recently used.",
-        ),
-    ] = DEFAULTS.models_max
-    strict_model: Annotated[
-        bool,
-        _server(
-            "--strict-model",
-            help="Answer 404 to requests that name another model; else the one used last answers them.",
-        ),
-    ] = False
+    port: int = _server("0 takes any that is free.", "0..65535", default=DEFAULTS.port)
+    api_key: list[str] | None = _server(
+        "Needed for every route but /health; may be given several times; else BOUGH_API_KEY. "
+        "Other users of this machine can see command lines: prefer a file.",
+        "KEY",
+    )
+    api_key_file: Path | None = _server("A file with a key in each line.", "PATH")
+    cors_origin: list[str] | None = _server(
+        "Pages of this origin may use the server, beside those of this machine: "
+        "https://example.org; may be given several times; * means all.",
+        "ORIGIN",
+    )
+    models_max: int = _server(
+        "Most models in memory at once; a request for another one unloads the least recently used.",
+        "N 1..64",
+        default=DEFAULTS.models_max,
+    )
+    strict_model: bool = _server(
+        "Answer 404 to requests that name another model; else the one used last answers them.", default=False
+    )
     parallel: Parallel = None
-    max_queue: Annotated[
-        int,
-        _server("--max-queue", min=1, max=10000, metavar="N", help="Most requests that wait; more get 429."),
-    ] = DEFAULTS.max_queue
-    max_body: Annotated[
-        int, _server("--max-body", parser=byte_count, metavar="BYTES", help="Largest request: 33554432, 32m.")
-    ] = DEFAULTS.max_body
-    served_model_name: Annotated[
-        str | None,
-        _server(
-            "--served-model-name",
-            metavar="NAME",
-            help="What the model is called, if it is one. Default: its short name or file.",
-        ),
-    ] = None
-    replicas: Annotated[
-        str | None,
-        _server(
-            "--replicas",
-            metavar="N",
-            help="Copies of the model, each on a GPU of its own or with its share of the CPU: 2, or the "
-            "least and the most: 1-4. Needs Ray: pip install 'bough[ray]'.",
-        ),
-    ] = None
-    ray_address: Annotated[
-        str | None,
-        _server(
-            "--ray-address",
-            metavar="ADDRESS",
-            help="With --replicas: a Ray cluster that runs already, host:port or auto. Default: start one.",
-        ),
-    ] = None
-    think: Annotated[
-        bool | None,
-        _answers(
-            "--think/--no-think",
-            help="Reason before answering, for requests that do not say; "
-            "else as the model's template decides.",
-            show_default=False,
-        ),
-    ] = None
-    think_budget: Annotated[
-        int | None,
-        _answers(
-            "--think-budget",
-            parser=size,
-            metavar="TOKENS",
-            help="Most tokens of reasoning, for requests that do not say: 2048, 2k. Default: no limit.",
-        ),
-    ] = None
+    max_queue: int = _server(
+        "Most requests that wait; more get 429.", "N 1..10000", default=DEFAULTS.max_queue
+    )
+    max_body: int = _server(
+        "Largest request: 33554432, 32m.", "BYTES", default=DEFAULTS.max_body, parser=byte_count
+    )
+    served_model_name: str | None = _server(
+        "What the model is called, if it is one. Default: its short name or file.", "NAME"
+    )
+    replicas: str | None = _server(
+        "Copies of the model, each on a GPU of its own or with its share of the CPU: 2, or the "
+        "least and the most: 1-4. Needs Ray: pip install 'bough[ray]'.",
+        "N",
+    )
+    ray_address: str | None = _server(
+        "With --replicas: a Ray cluster that runs already, host:port or auto. Default: start one.", "ADDRESS"
+    )
+    think: bool | None = _answers(
+        "Reason before answering, for requests that do not say; else as the model's template decides.",
+        "--think/--no-think",
+        show_default=False,
+    )
+    think_budget: int | None = _answers(
+        "Most tokens of reasoning, for requests that do not say: 2048, 2k. Default: no limit.",
+        "TOKENS",
+        parser=size,
+    )
 
     def config(self, model_name: str, sampling: SamplingOptions) -> ServerConfig:
         """Return the server's settings."""
         return ServerConfig(
-            host=self.host,
-            port=self.port,
+            **shared(self, ServerConfig),
             api_keys=self._keys(),
             model_name=model_name,
             cors_origins=tuple(self.cors_origin or ()),
-            models_max=self.models_max,
-            strict_model=self.strict_model,
-            max_queue=self.max_queue,
-            max_body=self.max_body,
             thinking=self.think,
             thinking_budget=self.think_budget,
             sampling=sampling.given(),
@@ -185,17 +136,11 @@ class ServerOptions:
 class StartOptions:
     """How the server is started."""
 
-    in_background: Annotated[
-        bool,
-        _background("--daemon", help="Go on in the background once the model is loaded; `bough stop`."),
-    ] = False
-    log_file: Annotated[
-        Path | None,
-        _background("--log-file", metavar="PATH", help="With --daemon: where the log goes. Default: shown."),
-    ] = None
-    print_config: Annotated[
-        bool, _background("--print-config", help="Print what the server would be started with, as JSON.")
-    ] = False
+    in_background: bool = _background(
+        "Go on in the background once the model is loaded; `bough stop`.", "--daemon", default=False
+    )
+    log_file: Path | None = _background("With --daemon: where the log goes. Default: shown.", "PATH")
+    print_config: bool = _background("Print what the server would be started with, as JSON.", default=False)
 
 
 # For requests that do not say.
@@ -244,14 +189,14 @@ def serve(
     sampling.check(screen)
     _check_several(model, server, speculating)
     choices = []
-    for given in model or [None]:
+    for argument in model or [None]:
         target, proposing = choose(
-            given, speculating, think=server.think, offline=engine.offline, screen=screen
+            argument, speculating, think=server.think, offline=engine.offline, screen=screen
         )
         settings = with_scorer(engine_config(engine.config(cache), proposing), engine, screen)
         settings = dataclasses.replace(settings, parallel=server.parallel)
-        name = server.served_model_name or _name(target, given, choices)
-        choices.append(Choice(name, given, target, proposing, settings))
+        name = server.served_model_name or _name(target, argument, choices)
+        choices.append(Choice(name, argument, target, proposing, settings))
     config = server.config(choices[0].name, sampling)
     check(config)
     _warn_of_readable_keys(server.api_key_file, screen)
@@ -305,11 +250,11 @@ def _check_several(models: list[str] | None, server: ServerOptions, speculating:
         )
 
 
-def _name(target: Chosen, given: str | None, others: Sequence[Choice]) -> str:
+def _name(target: Chosen, argument: str | None, others: Sequence[Choice]) -> str:
     """Return what requests call a model: its short name, else its file, else what was given."""
     if target.path in [each.target.path for each in others]:
-        raise UsageError(f"{given} is given twice, needed different models")
-    names = [target.card.name if target.card else None, target.path.stem, given]
+        raise UsageError(f"{argument} is given twice, needed different models")
+    names = [target.card.name if target.card else None, target.path.stem, argument]
     return next(name for name in names if name and name not in [each.name for each in others])
 
 

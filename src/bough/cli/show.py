@@ -14,12 +14,12 @@ from bough.cli import fit as shown
 from bough.cli import view
 from bough.cli.completion import model_names
 from bough.cli.flags import with_flags
-from bough.cli.footprint import in_mtp_block, on_cpu, on_gpu, stored
+from bough.cli.footprint import in_mtp_block, in_native_code, on_cpu, on_gpu, stored
 from bough.cli.options import MODEL_HELP, Draft, MaxContext, Parallel, VramLimit
 from bough.config import DraftConfig, EngineConfig, SpecConfig, environment
 from bough.errors import BoughError, DownloadFailed, ModelFileError, ModelNotFound, ResourceError, UsageError
 from bough.gguf.types import NATIVE_TYPES
-from bough.hub.catalog import EMBEDDED, MODES, Card, Sampling
+from bough.hub.catalog import EMBEDDED, FROM_CARD, MODES, ModelCard, Sampling
 from bough.hub.download import fetch_heads, gguf_files
 from bough.hub.drafts import draft_head
 from bough.hub.recommended import recommended
@@ -67,8 +67,8 @@ def show(
             "--vram-limit, --max-ctx, --parallel and --draft belong to --fit", "bough show MODEL --fit"
         )
     meant = meaning(name)
-    with _file(meant) as file:
-        facts = describe(file)
+    with _file(meant) as (file, source):
+        facts = describe(file, source)
         card = meant.card
         if card is None and facts["model"] is not None:
             card = card_of(file, meant.repo.repo if meant.repo else None)
@@ -87,8 +87,8 @@ def show(
 
 
 @contextlib.contextmanager
-def _file(meant: Meaning) -> "Generator[GGUFFile]":
-    """Open a model that is here, else one that has its header and holes instead of weights."""
+def _file(meant: Meaning) -> "Generator[tuple[GGUFFile, str]]":
+    """Open a model that is here, else one that has its header and holes instead of weights; say which."""
     from bough.gguf.reader import GGUFFile
 
     try:
@@ -98,10 +98,10 @@ def _file(meant: Meaning) -> "Generator[GGUFFile]":
             tempfile.TemporaryDirectory(prefix="bough-show-") as folder,
             _header(meant, Path(folder), missing) as file,
         ):
-            yield file
+            yield file, f"not on this machine: bough pull {meant.card.name if meant.card else meant.fetched}"
         return
     with GGUFFile.open(path) as file:
-        yield file
+        yield file, str(path)
 
 
 def _header(meant: Meaning, folder: Path, missing: ModelNotFound) -> "GGUFFile":
@@ -143,16 +143,16 @@ def _from_card(meant: Meaning, folder: Path, problem: BoughError) -> "GGUFFile":
 
 
 def _fit(
-    file: "GGUFFile", facts: dict[str, Any], card: Card | None, config: EngineConfig, draft: str | None
+    file: "GGUFFile", facts: dict[str, Any], card: ModelCard | None, config: EngineConfig, draft: str | None
 ) -> dict[str, Any]:
     from bough.models.spec import ModelSpec
 
     if facts["model"] is None:
         raise UsageError(f"{file.path.name} cannot be run: {facts['problems'][0]}")
-    wanted = NamedDraft.read(draft or environment().draft or AUTO)
-    named = wanted.name
+    named_draft = NamedDraft.read(draft or environment().draft or AUTO)
+    named = named_draft.name
     budget = card.budget if card else SpecConfig().budget
-    speculation = None if named == NONE else SpecConfig(budget=budget, mtp=wanted.mtp)
+    speculation = None if named == NONE else SpecConfig(budget=budget, mtp=named_draft.mtp)
     with _draft_file(named, file.path, card) as path:
         config = replace(config, speculation=speculation, draft=None if path is None else DraftConfig(path))
         planned = shown.survey(file, ModelSpec.from_gguf(file), config)
@@ -161,35 +161,38 @@ def _fit(
 
 
 @contextlib.contextmanager
-def _draft_file(named: str, target: Path, card: Card | None) -> Generator[Path | None]:
+def _draft_file(named: str, target: Path, card: ModelCard | None) -> Generator[Path | None]:
     """Yield the draft that would be used; of one that is listed and not here, its shapes alone."""
     if named not in (AUTO, NONE, MTP, LOOKUP):
         yield resolve_draft(named, offline=True)
         return
-    found = draft_at_hand(target, card) if named == AUTO else None
-    if found is not None or named != AUTO or card is None or card.draft is None:
-        yield found
+    path = draft_at_hand(target, card) if named == AUTO else None
+    if path is not None or named != AUTO or card is None or card.draft is None:
+        yield path
         return
     with tempfile.TemporaryDirectory(prefix="bough-show-") as folder:
         try:
             if not environment().offline:
-                found = draft_head(card.draft, Path(folder), length=HEADERS[0])
+                path = draft_head(card.draft, Path(folder), length=HEADERS[0])
         except (ModelNotFound, DownloadFailed):
-            found = None
-        if found is None and card.shape is not None and card.shape.draft is not None:
+            path = None
+        if path is None and card.shape is not None and card.shape.draft is not None:
             from bough.convert.header import write_draft
 
-            found = write_draft(card, card.shape, Path(folder))
-        yield found
+            path = write_draft(card, card.shape, Path(folder))
+        yield path
 
 
-def describe(file: "GGUFFile") -> dict[str, Any]:
-    """Return all facts about a file for JSON; `model` is null for architectures that are not supported."""
+def describe(file: "GGUFFile", source: str) -> dict[str, Any]:
+    """Return all facts about a file for JSON; `model` is null for architectures that are not supported.
+
+    source: its path, or where it is.
+    """
     from bough.models.pooling import VectorSpec
     from bough.models.spec import ModelSpec
 
     facts: dict[str, Any] = {
-        "path": str(file.path),
+        "path": source,
         "size_bytes": file.size_bytes,
         "architecture": file.architecture,
         "name": file.get("general.name", str, "") or file.path.stem,
@@ -207,19 +210,20 @@ def describe(file: "GGUFFile") -> dict[str, Any]:
         vectors = VectorSpec.from_gguf(file, spec.width)
         facts["vectors"] = vectors and {"kind": vectors.kind, "pooling": vectors.pooling.name}
         facts["stored_bytes"] = stored(file, spec)
-        facts["memory"] = _memory(file, spec)
+        facts["memory"] = _memory(file, spec, native=not _not_native(facts))
     except ModelFileError as error:
         facts["problems"].append(with_flags(error.message))
+    facts["text"] = None
     try:
-        facts["text"] = _text(file)
+        if file.metadata.get(FROM_CARD) is None:
+            facts["text"] = _text(file)
     except ModelFileError as error:
-        facts["text"] = None
         facts["problems"].append(with_flags(error.message))
     facts["supported"] = not facts["problems"]
     return facts
 
 
-def _card(card: Card | None, metadata: Mapping[str, Any]) -> dict[str, Any]:
+def _card(card: ModelCard | None, metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return the card's name and what is recommended, by the card or without one."""
     advice = recommended(card, metadata)
     sampling = {mode: asdict(getattr(advice, mode)) for mode in MODES}
@@ -235,7 +239,7 @@ def _card(card: Card | None, metadata: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _draft(target: Path, card: Card | None) -> dict[str, Any] | None:
+def _draft(target: Path, card: ModelCard | None) -> dict[str, Any] | None:
     """Return the draft that would be used, or is listed and not here."""
     path = draft_at_hand(target, card)
     if path is None and (card is None or card.draft is None):
@@ -276,9 +280,11 @@ def _parameters(file: "GGUFFile", spec: "ModelSpec") -> dict[str, int]:
     return {"total": total, "active": active, "mtp": mtp}
 
 
-def _memory(file: "GGUFFile", spec: "ModelSpec") -> list[dict[str, Any]]:
+def _memory(file: "GGUFFile", spec: "ModelSpec", *, native: bool) -> list[dict[str, Any]]:
     """Return the bytes of weights, state and KV cache at several contexts, without a draft."""
     needs = {"cpu": on_cpu(file, spec), "gpu": on_gpu(file, spec)}
+    if native:
+        needs["native"] = in_native_code(file, spec)
     contexts = [*(context for context in CONTEXTS if context < spec.context_length), spec.context_length]
     return [
         {"context": context, **{device: need.at(context) for device, need in needs.items()}}
@@ -337,8 +343,9 @@ def _print(facts: dict[str, Any]) -> None:
         ],
     )
     if facts["memory"]:
+        devices = ("native" if "native" in facts["memory"][0] else "cpu", "gpu")
         rows = [
-            [f"{row['context']:,}", *(view.amount(row[device]["total"]) for device in ("cpu", "gpu"))]
+            [f"{row['context']:,}", *(view.amount(row[device]["total"]) for device in devices)]
             for row in facts["memory"]
         ]
         view.table("Memory needed, without a draft", ["context", "on a CPU", "on a GPU"], rows)
@@ -392,18 +399,26 @@ def _model_rows(model: dict[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
-def _weights(facts: dict[str, Any]) -> str:
-    need = facts["memory"][0]
+def _not_native(facts: dict[str, Any]) -> str:
+    """Return which weights native CPU code does not run; nothing if it runs all."""
+    if facts["model"]["experts"]:
+        return "of experts"
     others = [row["type"] for row in facts["types"] if row["type"] not in NATIVE_TYPES]
-    if others or facts["model"]["experts"]:
-        reason = "of experts" if facts["model"]["experts"] else f"of type {', '.join(others)}"
+    return f"of type {', '.join(others)}" if others else ""
+
+
+def _weights(facts: dict[str, Any]) -> str:
+    stored, expanded = (
+        view.amount(size) for size in (facts["stored_bytes"], facts["memory"][0]["cpu"]["weights"])
+    )
+    if reason := _not_native(facts):
         return (
-            f"{view.amount(facts['stored_bytes'])} as stored, and about that on a GPU; on a CPU PyTorch runs "
-            f"weights {reason}, in {view.amount(need['cpu']['weights'])} (32 bits each)"
+            f"{stored} as stored, and about that on a GPU; on a CPU PyTorch runs weights {reason}, "
+            f"in {expanded} (32 bits each)"
         )
     return (
-        f"{view.amount(facts['stored_bytes'])} as stored, and about that on a GPU or in native CPU code; "
-        f"{view.amount(need['cpu']['weights'])} in PyTorch on a CPU (32 bits each)"
+        f"{stored} as stored, and about that on a GPU or in native CPU code; "
+        f"{expanded} in PyTorch on a CPU (32 bits each)"
     )
 
 

@@ -9,7 +9,7 @@ from bough.cli import view
 from bough.cli.options import DraftQuant, SpeculationOptions
 from bough.config import DraftConfig, SpecConfig, environment
 from bough.errors import ModelFileError, ModelNotFound, ResourceError, UsageError
-from bough.hub.catalog import Card
+from bough.hub.catalog import ModelCard
 from bough.hub.drafts import fetch_draft
 from bough.hub.local import drafts_beside
 from bough.hub.resolve import resolve_draft
@@ -30,7 +30,7 @@ class Chosen:
     """A model about to be loaded."""
 
     path: Path
-    card: Card | None
+    card: ModelCard | None
     fetched: bool = False  # just now, so that its draft is wanted too
     mtp: bool = False  # its file has a multi-token-prediction block
 
@@ -131,8 +131,8 @@ def _is_plain(options: SpeculationOptions) -> bool:
 
 
 def _tree_flags(options: SpeculationOptions) -> list[str]:
-    given = {"--chain": options.chain, "--budget": options.budget is not None}
-    return [flag for flag, is_given in given.items() if is_given]
+    flags = {"--chain": options.chain, "--budget": options.budget is not None}
+    return [flag for flag, is_given in flags.items() if is_given]
 
 
 def _draft_flags(options: SpeculationOptions) -> list[str]:
@@ -140,7 +140,7 @@ def _draft_flags(options: SpeculationOptions) -> list[str]:
     return ["--draft-quant"] if options.draft_quant is not DraftQuant.auto else []
 
 
-def _fetched_draft(card: Card, *, fetch: bool, screen: view.Screen) -> Path | None:
+def _fetched_draft(card: ModelCard, *, fetch: bool, screen: view.Screen) -> Path | None:
     """Return the draft that is listed for the target; None, with a warning, where it cannot be had."""
     command = f"bough pull {card.name} --draft-only"
     if fetch and card.draft is not None:

@@ -18,14 +18,14 @@ from bough.cli.options import (
     Quiet,
     SpeculationOptions,
     grouped,
-    panel,
+    single,
 )
 from bough.cli.speculation import Chosen
 from bough.config import EngineConfig, environment
 from bough.errors import UsageError
 from bough.session.folders import cache_folder
 
-_output = panel("Output")
+_output = single("Output")
 Drafting = Annotated[SpeculationOptions, Only(("draft", "no_draft", "budget"))]
 Engine = Annotated[EngineOptions, Only(("max_ctx", *HARDWARE))]
 JSONFile = Annotated[Path | None, _output("--json", metavar="FILE", help="All figures.")]
@@ -37,7 +37,7 @@ def step(
     model: Model = None,
     predict: Annotated[
         str | None,
-        panel("What is measured")(
+        single("What is measured")(
             "--predict", metavar="CARD", help="Estimate another card's, such as 3090; runs nothing."
         ),
     ] = None,

@@ -5,7 +5,6 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Generator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -16,9 +15,9 @@ from rich.progress import BarColumn, TimeRemainingColumn
 
 from bough.cli import view
 from bough.cli.command import INTERRUPTED
-from bough.cli.interrupt import held
+from bough.cli.interrupt import Interrupt, held
 from bough.cli.loading import show_warnings
-from bough.cli.options import MODEL_HELP, grouped, panel
+from bough.cli.options import MODEL_HELP, grouped, panel, shared
 from bough.cli.speculation import downloading
 from bough.cli.values import device as device_name
 from bough.config import environment
@@ -49,39 +48,17 @@ _text, _draft, _training = panel("Text"), panel("Draft"), panel("Training")
 
 @dataclass(frozen=True, slots=True)
 class TextOptions:
-    prompts: Annotated[
-        Path | None,
-        _text(
-            "--prompts", help='JSONL of {"messages": [...]} or {"prompt": "..."}; the target answers them.'
-        ),
-    ] = None
-    tokens: Annotated[
-        Path | None, _text("--tokens", help="Answers from an earlier run, instead: FOLDER/tokens.")
-    ] = None
-    seq: Annotated[int, _text("--seq", min=32, metavar="N", help="Tokens of a text: prompt and answer.")] = (
-        512
+    prompts: Path | None = _text(
+        'JSONL of {"messages": [...]} or {"prompt": "..."}; the target answers them.'
     )
-    n_gen: Annotated[
-        int | None, _text("--n-gen", "-n", min=2, metavar="N", help="Of an answer. Default: 3/4 of --seq.")
-    ] = None
-    temperature: Annotated[
-        list[float] | None,
-        _text(
-            "--temperature",
-            "-t",
-            min=0,
-            max=100,
-            metavar="X",
-            help="Each prompt is answered once at each temperature given. Default: 0 and 0.8.",
-        ),
-    ] = None
-    top_p: Annotated[
-        float, _text("--top-p", min=0.01, max=1, metavar="X", help="For temperatures above 0.")
-    ] = 0.95
-    answer_minutes: Annotated[
-        float | None,
-        _text("--answer-minutes", min=0, metavar="X", help="Train on what was answered in this time."),
-    ] = None
+    tokens: Path | None = _text("Answers from an earlier run, instead: FOLDER/tokens.")
+    seq: int = _text("Tokens of a text: prompt and answer.", "N 32..", default=512)
+    n_gen: int | None = _text("Of an answer. Default: 3/4 of --seq.", "-n N 2..")
+    temperature: list[float] | None = _text(
+        "Each prompt is answered once at each temperature given. Default: 0 and 0.8.", "-t X 0..100"
+    )
+    top_p: float = _text("For temperatures above 0.", "X 0.01..1", default=0.95)
+    answer_minutes: float | None = _text("Train on what was answered in this time.", "X 0..")
 
 
 class Kind(StrEnum):
@@ -92,99 +69,50 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class DraftOptions:
-    kind: Annotated[
-        Kind,
-        _draft(
-            "--kind",
-            help="dflash2 adds convolutions, and a choice that knows the token before; mtp: a block in a copy"
-            " of the target's file.",
-        ),
-    ] = Kind.dflash
-    rank: Annotated[int, _draft("--rank", min=1, max=4096, metavar="N", help="Of that choice's tables.")] = 64
-    layers: Annotated[int, _draft("--layers", min=1, max=64, metavar="N", help="Of the draft.")] = 3
-    kv_heads: Annotated[
-        int | None,
-        _draft("--kv-heads", min=1, max=64, metavar="N", help="Each of 4 query heads. Default: by width."),
-    ] = None
-    feed_forward: Annotated[
-        int | None,
-        _draft("--feed-forward", min=32, metavar="N", help="Default: 3 times the target's width."),
-    ] = None
-    block: Annotated[
-        int, _draft("--block", min=2, max=64, metavar="N", help="Tokens of a block, the anchor included.")
-    ] = 16
-    window: Annotated[
-        int,
-        _draft(
-            "--window",
-            min=0,
-            metavar="N",
-            help="All layers but the last attend to this many tokens; 0: all attend to all.",
-        ),
-    ] = 0
-    mask_token: Annotated[
-        int | None,
-        _draft("--mask-token", metavar="ID", help="Default: <|mask|>, else the first unused token."),
-    ] = None
-    gguf: Annotated[bool, _draft("--gguf", help="Write a Q8_0 GGUF file too.")] = False
-    vocabulary: Annotated[
-        bool,
-        _draft("--vocabulary/--no-vocabulary", help="Have it in that file, which llama.cpp needs."),
-    ] = True
-    float32: Annotated[bool, _draft("--float32", help="Keep weights in float32, not bfloat16.")] = False
+    kind: Kind = _draft(
+        "dflash2 adds convolutions, and a choice that knows the token before; mtp: a block in a copy"
+        " of the target's file.",
+        default=Kind.dflash,
+    )
+    rank: int = _draft("Of that choice's tables.", "N 1..4096", default=64)
+    layers: int = _draft("Of the draft.", "N 1..64", default=3)
+    kv_heads: int | None = _draft("Each of 4 query heads. Default: by width.", "N 1..64")
+    feed_forward: int | None = _draft("Default: 3 times the target's width.", "N 32..")
+    block: int = _draft("Tokens of a block, the anchor included.", "N 2..64", default=16)
+    window: int = _draft(
+        "All layers but the last attend to this many tokens; 0: all attend to all.", "N 0..", default=0
+    )
+    mask_token: int | None = _draft("Default: <|mask|>, else the first unused token.", "ID")
+    gguf: bool = _draft("Write a Q8_0 GGUF file too.", default=False)
+    vocabulary: bool = _draft(
+        "Have it in that file, which llama.cpp needs.", "--vocabulary/--no-vocabulary", default=True
+    )
+    float32: bool = _draft("Keep weights in float32, not bfloat16.", default=False)
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingOptions:
-    minutes: Annotated[
-        float | None,
-        _training("--minutes", metavar="X", help="How long to train. Default: 6 passes over the text."),
-    ] = None
-    steps: Annotated[int | None, _training("--steps", metavar="N", help="The same in steps.")] = None
-    batch: Annotated[int, _training("--batch", min=1, metavar="N", help="Texts a step.")] = 64
-    anchors: Annotated[int, _training("--anchors", min=1, metavar="N", help="Blocks of a text.")] = 128
-    lr: Annotated[
-        float | None, _training("--lr", metavar="X", help="Default: 0.002 for muon, 0.0006 for adamw.")
-    ] = None
-    optimiser: Annotated[Optimiser, _training("--optimiser", help="Of matrices; adamw does the rest.")] = (
-        Optimiser.muon
+    minutes: float | None = _training("How long to train. Default: 6 passes over the text.", "X")
+    steps: int | None = _training("The same in steps.", "N")
+    batch: int = _training("Texts a step.", "N 1..", default=64)
+    anchors: int = _training("Blocks of a text.", "N 1..", default=128)
+    lr: float | None = _training("Default: 0.002 for muon, 0.0006 for adamw.", "X")
+    optimiser: Optimiser = _training("Of matrices; adamw does the rest.", default=Optimiser.muon)
+    loss: Loss = _training(
+        "Weight of a token: what depends on it, or less the deeper it is.", default=Loss.dpace
     )
-    loss: Annotated[
-        Loss, _training("--loss", help="Weight of a token: what depends on it, or less the deeper it is.")
-    ] = Loss.dpace
-    head_tokens: Annotated[
-        int | None,
-        _training(
-            "--head-tokens",
-            min=1,
-            metavar="N",
-            help="Tokens that the loss compares: those of the text, then random ones. Default: all.",
-        ),
-    ] = None
-    save_every: Annotated[
-        float, _training("--save-every", min=0, metavar="MINUTES", help="Between checkpoints.")
-    ] = 5.0
-    seed: Annotated[int, _training("--seed", min=0, metavar="N", help="Of weights, answers and anchors.")] = 0
-    continue_from: Annotated[
-        Path | None,
-        _training(
-            "--continue-from", metavar="PATH", help="Start with the weights of this draft, not with none."
-        ),
-    ] = None
-    portable: Annotated[
-        Path | None,
-        _training(
-            "--portable",
-            metavar="FOLDER",
-            help="Checkpoints of bfloat16 weights, in files of 16 MiB; --resume goes on from them elsewhere.",
-        ),
-    ] = None
-    resume: Annotated[bool, _training("--resume", help="Go on from the checkpoint in FOLDER.")] = False
-    device: Annotated[
-        str,
-        _training("--device", parser=device_name, metavar="auto|cpu|cuda|cuda:N", help="Where to compute."),
-    ] = "auto"
-    offline: Annotated[bool, _training("--offline", help="Use only what is on this machine.")] = False
+    head_tokens: int | None = _training(
+        "Tokens that the loss compares: those of the text, then random ones. Default: all.", "N 1.."
+    )
+    save_every: float = _training("Between checkpoints.", "MINUTES 0..", default=5.0)
+    seed: int = _training("Of weights, answers and anchors.", "N 0..", default=0)
+    continue_from: Path | None = _training("Start with the weights of this draft, not with none.", "PATH")
+    portable: Path | None = _training(
+        "Checkpoints of bfloat16 weights, in files of 16 MiB; --resume goes on from them elsewhere.", "FOLDER"
+    )
+    resume: bool = _training("Go on from the checkpoint in FOLDER.", default=False)
+    device: str = _training("Where to compute.", "auto|cpu|cuda|cuda:N", default="auto", parser=device_name)
+    offline: bool = _training("Use only what is on this machine.", default=False)
 
 
 @grouped
@@ -216,13 +144,13 @@ def train(
     with screen.waiting("Starting PyTorch"), held():
         from bough.train.draft_run import train_draft
     progress = _Progress(screen, quiet=quiet)
-    with _stopping() as stop, progress:
+    with Interrupt(signal.SIGTERM, patience_s=None) as stop, progress:
         result = train_draft(
             _job(path, output, text, draft, training),
             loading=progress.loading,
             answering=progress.answering,
             notify=progress.notify,
-            cancelled=lambda: bool(stop),
+            cancelled=lambda: stop.requested,
         )
     if not result.finished:
         screen.notice("Interrupted. Nothing is lost: the same command with --resume goes on from here.")
@@ -252,28 +180,9 @@ def _job(
             minutes=text.answer_minutes,
         ),
         config=TrainConfig(
-            kind=draft.kind.value,
-            rank=draft.rank,
-            layers=draft.layers,
-            kv_heads=draft.kv_heads,
-            feed_forward=draft.feed_forward,
-            block=draft.block,
-            window=draft.window,
-            mask_token=draft.mask_token,
-            steps=training.steps,
-            minutes=training.minutes,
-            batch=training.batch,
-            anchors=training.anchors,
-            lr=training.lr,
-            optimiser=training.optimiser.value,
-            loss=training.loss.value,
-            head_tokens=training.head_tokens,
+            **shared(draft, TrainConfig),
+            **shared(training, TrainConfig),
             checkpoint_minutes=training.save_every,
-            seed=training.seed,
-            portable=training.portable,
-            gguf=draft.gguf,
-            vocabulary=draft.vocabulary,
-            float32=draft.float32,
         ),
         continue_from=training.continue_from,
         resume=training.resume,
@@ -298,24 +207,6 @@ def _target(name: str, output: Path, *, offline: bool, screen: view.Screen) -> P
             write_gguf(folder, path, mix="f16", progress=lambda _, done, total: bar.update(done, total))
         screen.note(f"Converted to {path}. A draft works best with the quantisation it was trained on.")
     return path
-
-
-@contextlib.contextmanager
-def _stopping() -> Generator[list[int]]:
-    """Yield a list that is filled by the first SIGINT or SIGTERM; the second raises KeyboardInterrupt."""
-    caught: list[int] = []
-
-    def catch(number: int, _frame: Any) -> None:
-        if caught:
-            raise KeyboardInterrupt
-        caught.append(number)
-
-    before = {number: signal.signal(number, catch) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield caught
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class _Progress:
@@ -418,6 +309,6 @@ def _example(result: "TrainingResult", target: Path) -> str:
     """Return a command that runs as it is."""
     from bough.train.mtp_export import MTP_TARGET
 
-    own = result.folder / MTP_TARGET
-    model = [own] if own.exists() else [target, "--draft", result.folder]
+    block_file = result.folder / MTP_TARGET
+    model = [block_file] if block_file.exists() else [target, "--draft", result.folder]
     return f'bough run {shlex.join(map(str, model))} -p "def fibonacci(n):"'

@@ -52,8 +52,8 @@ def tune(
     shapes = LAYERS_27B if model is None else _shapes(model)
     with screen.counting("Timing matmuls") as bar:
         stack = Stack(shapes, device)
-        found = find(card_of(device), stack.layouts, stack.measure, progress=bar.update)
-    show(found, file, kind_of(device), screen)
+        results = find(card_of(device), stack.layouts, stack.measure, progress=bar.update)
+    show(results, file, kind_of(device), screen)
 
 
 def _gpu() -> "torch.device":
@@ -89,34 +89,34 @@ def _shapes(model: str) -> "Sequence[Shapes]":
         return layer_matmuls(file)
 
 
-def show(found: "Sequence[Found]", file: "TunedFile", kind: str, screen: view.Screen) -> None:
+def show(results: "Sequence[Found]", file: "TunedFile", kind: str, screen: view.Screen) -> None:
     """Show the result, and save the settings that are faster than the built-in ones."""
-    for each in found:
-        for tiling in each.differing:
+    for result in results:
+        for tiling in result.differing:
             screen.warning(
-                f"{each.rows} rows, {tiling.compare(each.built_in)}: different sums, not used",
+                f"{result.rows} rows, {tiling.compare(result.built_in)}: different sums, not used",
                 "please report it with what `bough doctor` says",
             )
     cells = [
         (
-            str(each.rows),
-            f"{each.built_in_s * 1e3:.4f}",
-            f"{each.best_s * 1e3:.4f}",
-            each.best.compare(each.built_in),
+            str(result.rows),
+            f"{result.built_in_s * 1e3:.4f}",
+            f"{result.best_s * 1e3:.4f}",
+            result.best.compare(result.built_in),
         )
-        for each in found
+        for result in results
     ]
     columns = ("rows", "built in ms", "best ms", "setting")
     view.table(f"Matmuls on {kind}", columns, cells, texts=columns[-1:])
-    chosen = {each.rows: each.best for each in found if each.best != each.built_in}
+    settings = {result.rows: result.best for result in results if result.best != result.built_in}
     try:
-        file.save(kind, chosen)
+        file.save(kind, settings)
     except OSError as error:
         raise ResourceError(
             f"{file.path} cannot be written: {error.strerror}, nothing was saved",
             "set TRITON_CACHE_DIR to a folder that can be written, here and wherever a model is run",
         ) from None
-    if chosen:
+    if settings:
         view.plain(f"\nSaved in {file.path} for every later start; `bough tune --reset` undoes it.")
     else:
         view.plain("\nNothing is more than 1% faster than what is built in: nothing was saved.")

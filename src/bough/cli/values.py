@@ -77,12 +77,12 @@ def unescape(text: str) -> str:
 
 def bias(texts: list[str]) -> dict[int, float]:
     """Return logit biases by token, written as ID=VALUE; VALUE may be -inf."""
-    found: dict[int, float] = {}
+    biases: dict[int, float] = {}
     for text in texts:
         match = re.fullmatch(r"([0-9]+)=([+-]?(?:inf|[0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?))", text.strip())
         if match is None:
             raise UsageError(f"--logit-bias is {text!r}, needed a token's number and a value: 1234=-5")
-        if int(match[1]) in found:
+        if int(match[1]) in biases:
             raise UsageError(f"--logit-bias names token {match[1]} twice, needed once")
-        found[int(match[1])] = float(match[2])
-    return found
+        biases[int(match[1])] = float(match[2])
+    return biases

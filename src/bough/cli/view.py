@@ -9,9 +9,9 @@ import contextlib
 import json
 import sys
 import threading
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from traceback import format_exc
-from typing import IO, Any, Self
+from typing import IO, Any, Protocol, Self
 
 import typer
 from rich.cells import cell_len
@@ -33,6 +33,7 @@ from bough.cli.flags import with_flags
 from bough.cli.streams import delivered, tolerated
 from bough.config import environment
 from bough.errors import BoughError, UsageError
+from bough.session import events
 
 PATIENCE_S = 0.5  # work that is done sooner shows no progress
 PIPE_WIDTH = 120
@@ -178,31 +179,61 @@ _CONTROL = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\
 _CONTROL |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
 
-class Answer:
-    """Text that is streamed to standard output; `text` is all of it.
+class Reply(Protocol):
+    """Shows one answer while it is generated."""
 
-    Reasoning is kept in `reasoning` and shown, dimmed, on a terminal only: what is piped is the answer alone.
+    def reading(self, done: int, total: int) -> None: ...
+
+    def thought(self, text: str) -> None: ...
+
+    def write(self, text: str) -> None: ...
+
+
+def show(event: object, reply: Reply) -> None:
+    """Show a session's event, of this process or a server."""
+    match event:
+        case events.Progress(done, total):
+            reply.reading(done, total)
+        case events.Reasoning(text):
+            reply.thought(text)
+        case events.Text(text):
+            reply.write(text)
+
+
+class ShownAnswer:
+    """Text that is streamed to standard output.
+
+    Reasoning is shown, dimmed, on a terminal only: what is piped is the answer alone.
     """
 
-    def __init__(self, *, shown: bool):
-        self.text = self.reasoning = ""
-        self._shown = shown
+    def __init__(self, *, shown: bool, bar: "Bar | None" = None):
+        """bar: counts the prompt's tokens until the answer begins."""
+        self.begun = False  # there is text
+        self._shown, self._bar = shown, bar
         self._held = ""
         self._written = ""  # the last piece that was shown
 
-    def think(self, piece: str) -> None:
-        """Take a piece of the reasoning."""
-        self.reasoning += piece
-        if self._shown and sys.stdout.isatty():
-            self._show(piece if self._written else piece.lstrip("\n"), style=GREY)
+    def reading(self, done: int, total: int) -> None:
+        if self._bar is not None:
+            self._bar.update(done, total)
 
-    def write(self, piece: str) -> None:
-        """Take a piece of the answer."""
+    def thought(self, text: str) -> None:
+        self._end_bar()
+        if self._shown and sys.stdout.isatty():
+            self._show(text if self._written else text.lstrip("\n"), style=GREY)
+
+    def write(self, text: str) -> None:
+        self._end_bar()
         if self._shown:
-            if not self.text and self._written:
+            if not self.begun and self._written:
                 self._show("\n" if self._written.endswith("\n") else "\n\n")
-            self._show(piece)
-        self.text += piece
+            self._show(text)
+        self.begun = self.begun or bool(text)
+
+    def _end_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
 
     def _show(self, piece: str, style: str = "") -> None:
         # Lines of Windows files end in two characters, which may arrive in two pieces.
@@ -304,29 +335,30 @@ class DownloadBar(Bar):
             self._screen.notice(text)
 
 
-class _Tokens(ProgressColumn):
+class _Amount(ProgressColumn):
+    """How much of a task is done, in words; nothing before its total is known."""
+
+    def __init__(self, said: Callable[[Task, float], str]):
+        super().__init__(table_column=Column(no_wrap=True))
+        self._said = said
+
     def render(self, task: Task) -> Text:
-        if task.total is None:
-            return Text()
-        rate = f"  {task.speed:,.0f} tok/s" if task.speed else ""
-        return Text(f"{task.completed:,.0f}/{task.total:,.0f} tokens{rate}", style="progress.download")
+        return Text("" if task.total is None else self._said(task, task.total), style="progress.download")
 
 
-class _Bytes(ProgressColumn):
-    def render(self, task: Task) -> Text:
-        if task.total is None:
-            return Text()
-        whole = amount(task.total)
-        done = task.completed / task.total * float(whole.split()[0]) if task.total else 0.0
-        rate = f"  {amount(task.speed)}/s" if task.speed and _console(sys.stderr).width >= NARROW else ""
-        return Text(f"{done:.2f} of {whole}{rate}", style="progress.download")
+def _tokens(task: Task, total: float) -> str:
+    return f"{task.completed:,.0f}/{total:,.0f} tokens" + (f"  {task.speed:,.0f} tok/s" if task.speed else "")
 
 
-class _Tensors(ProgressColumn):
-    def render(self, task: Task) -> Text:
-        if task.total is None:
-            return Text()
-        return Text(f"{task.completed:.0f}/{task.total:.0f} tensors", style="progress.download")
+def _bytes(task: Task, total: float) -> str:
+    whole = amount(total)
+    done = task.completed / total * float(whole.split()[0]) if total else 0.0
+    rate = f"  {amount(task.speed)}/s" if task.speed and _console(sys.stderr).width >= NARROW else ""
+    return f"{done:.2f} of {whole}{rate}"
+
+
+def _tensors(task: Task, total: float) -> str:
+    return f"{task.completed:.0f}/{total:.0f} tensors"
 
 
 class Screen:
@@ -360,19 +392,19 @@ class Screen:
         return Bar(label, [SpinnerColumn()], shown=self._progress)
 
     def loading(self, label: str) -> Bar:
-        return Bar(label, [_bar(), _Bytes(table_column=Column(no_wrap=True))], shown=self._progress)
+        return Bar(label, [_bar(), _Amount(_bytes)], shown=self._progress)
 
     def reading(self, label: str) -> Bar:
-        return Bar(label, [_bar(), _Tokens()], shown=self._progress)
+        return Bar(label, [_bar(), _Amount(_tokens)], shown=self._progress)
 
     def converting(self, label: str) -> Bar:
-        return Bar(label, [_bar(), _Tensors()], shown=self._progress)
+        return Bar(label, [_bar(), _Amount(_tensors)], shown=self._progress)
 
     def counting(self, label: str) -> Bar:
         return Bar(label, [_bar(), MofNCompleteColumn()], shown=self._progress)
 
     def downloading(self, what: str) -> DownloadBar:
-        size = _Bytes(table_column=Column(no_wrap=True))
+        size = _Amount(_bytes)
         columns = [_bar(), size, TimeRemainingColumn(compact=True)]
         return DownloadBar(what, columns, shown=self._progress, screen=self)
 

@@ -61,7 +61,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Body:
+class TextBody:
     """One text of a message."""
 
     place: Place
@@ -73,23 +73,23 @@ class Body:
         return self.place[0]
 
 
-def bodies(messages: Sequence[Message]) -> list[Body]:
+def bodies(messages: Sequence[Message]) -> list[TextBody]:
     """Return the texts of all messages."""
     return [body for index, message in enumerate(messages) for body in _bodies(index, message)]
 
 
-def _bodies(index: int, message: Message) -> Iterator[Body]:
+def _bodies(index: int, message: Message) -> Iterator[TextBody]:
     role = ROLES.get(str(message.get("role")), "")
     content = message.get("content")
     if isinstance(content, str):
-        yield Body((index, None), role, content)
+        yield TextBody((index, None), role, content)
     for at, part in enumerate(content if isinstance(content, list | tuple) else ()):
         if isinstance(part, str):
-            yield Body((index, at), role, part)
+            yield TextBody((index, at), role, part)
         elif (
             isinstance(part, Mapping) and part.get("type") in TEXT_PARTS and isinstance(part.get("text"), str)
         ):
-            yield Body((index, at), role, part["text"])
+            yield TextBody((index, at), role, part["text"])
 
 
 def with_texts(messages: Sequence[Message], texts: Mapping[Place, str]) -> list[Message]:
@@ -111,24 +111,24 @@ def with_note(messages: Sequence[Message], index: int, note: str) -> list[Messag
     return with_texts(messages, {first.place: f"{note}\n\n{first.text}"})
 
 
-def candidates(messages: Sequence[Message], wanted: Wanted, *, since: int = 0) -> list[Body]:
+def candidates(messages: Sequence[Message], settings: Wanted, *, since: int = 0) -> list[TextBody]:
     """Return the texts that may be shortened, of the messages from `since` on.
 
     Documents in user messages and results of tools. Of the last two messages, and of the last user message,
     only user messages that are themselves long.
     """
-    found = bodies(messages)
-    last = _last_user(found)
+    texts = bodies(messages)
+    last = _last_user(texts)
     lengths: Counter[int] = Counter()
-    for body in found:
+    for body in texts:
         lengths[body.message] += len(body.text)
-    long = {index for index, length in lengths.items() if length > wanted.above // 2 * CHARACTERS}
+    long = {index for index, length in lengths.items() if length > settings.above // 2 * CHARACTERS}
     return [
         body
-        for body in found
+        for body in texts
         if body.message >= since
         and body.role in ("user", "tool")
-        and body.message not in wanted.keep
+        and body.message not in settings.keep
         and len(body.text) >= MIN_TOKENS * CHARACTERS
         and (
             body.message in long
@@ -140,29 +140,29 @@ def candidates(messages: Sequence[Message], wanted: Wanted, *, since: int = 0) -
 
 def edged(messages: Sequence[Message]) -> int | None:
     """Return the message that may hold a document and the question about it in one text."""
-    found = bodies(messages)
-    last = _last_user(found)
-    texts = [body.text for body in found if body.message == last and body.text.strip()]
+    turns = bodies(messages)
+    last = _last_user(turns)
+    texts = [body.text for body in turns if body.message == last and body.text.strip()]
     return None if any(len(text) < MIN_TOKENS * CHARACTERS for text in texts) else last
 
 
-def queries(messages: Sequence[Message], wanted: Wanted, shortened: Sequence[Body]) -> list[Query]:
+def queries(messages: Sequence[Message], settings: Wanted, shortened: Sequence[TextBody]) -> list[Query]:
     """Return what is asked: the request's own query, or the last user message and the last answer."""
-    if wanted.query.strip():
-        return [Query(wanted.query)]
-    found = bodies(messages)
+    if settings.query.strip():
+        return [Query(settings.query)]
+    turns = bodies(messages)
     documents = {body.place for body in shortened}
-    users = sorted({body.message for body in found if body.role == "user"})
+    users = sorted({body.message for body in turns if body.role == "user"})
     asked: list[Query] = []
     for index in reversed(users):
-        texts = [body for body in found if body.message == index]
+        texts = [body for body in turns if body.message == index]
         short = "\n".join(each.text for each in texts if each.place not in documents).strip()
         text = short or "\n".join(question_in(each.text) for each in texts)
         if text:
             asked.append(Query(text[-4 * QUESTION :]))
         if len(re.findall(r"\w+", text)) >= FEW_WORDS:
             break
-    answers = [body.text for body in found if body.role == "assistant" and body.text.strip()]
+    answers = [body.text for body in turns if body.role == "assistant" and body.text.strip()]
     calls = [str(message["tool_calls"]) for message in messages if message.get("tool_calls")]
     said = "\n".join([*answers[-1:], *calls[-1:]]).strip()
     return asked + ([Query(said[-QUESTION:], ANSWER_WEIGHT)] if said else [])
@@ -194,5 +194,5 @@ def needs_whole(asked: Sequence[Query]) -> str:
     return ""
 
 
-def _last_user(found: Sequence[Body]) -> int:
-    return max((body.message for body in found if body.role == "user"), default=-1)
+def _last_user(texts: Sequence[TextBody]) -> int:
+    return max((body.message for body in texts if body.role == "user"), default=-1)

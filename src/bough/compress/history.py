@@ -42,7 +42,7 @@ class Document:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class CompressedTurn:
     """How a request was read."""
 
     messages: int
@@ -58,28 +58,28 @@ class History:
     """Turns by their messages: a later request that begins with the same ones is their continuation."""
 
     def __init__(self, limit: int = TURNS):
-        self._turns: OrderedDict[bytes, Turn] = OrderedDict()
+        self._turns: OrderedDict[bytes, CompressedTurn] = OrderedDict()
         self._limit = limit
 
-    def find(self, messages: Sequence[Message], wanted: Wanted) -> Turn | None:
+    def find(self, messages: Sequence[Message], settings: Wanted) -> CompressedTurn | None:
         """Return the longest turn that these messages begin with."""
-        keys = _keys(messages, wanted)
+        keys = _keys(messages, settings)
         for count in range(len(messages), 0, -1):
             turn = self._turns.get(keys[count - 1])
-            if turn is not None and (count < len(messages) or turn.asked == wanted.asked()):
+            if turn is not None and (count < len(messages) or turn.asked == settings.asked()):
                 self._turns.move_to_end(keys[count - 1])
                 return turn
         return None
 
-    def store(self, messages: Sequence[Message], wanted: Wanted, turn: Turn) -> None:
-        self._turns[_keys(messages, wanted)[-1]] = turn
+    def store(self, messages: Sequence[Message], settings: Wanted, turn: CompressedTurn) -> None:
+        self._turns[_keys(messages, settings)[-1]] = turn
         while len(self._turns) > self._limit:
             self._turns.popitem(last=False)
 
 
-def _keys(messages: Sequence[Message], wanted: Wanted) -> list[bytes]:
+def _keys(messages: Sequence[Message], settings: Wanted) -> list[bytes]:
     """Return a key for every beginning of the conversation."""
-    running = hashlib.sha256(repr(wanted.identity()).encode())
+    running = hashlib.sha256(repr(settings.identity()).encode())
     keys = []
     for message in messages:
         running.update(json.dumps(message, sort_keys=True, default=_plain).encode(errors="replace"))

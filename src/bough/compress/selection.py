@@ -39,11 +39,11 @@ class Selection:
 
     def _more_gaps(self, new: Sequence[int]) -> int:
         """Return how many more gaps there are with these units: those that begin at one or right after it."""
-        kept, added, count = self.kept, set(new), len(self.passage.units)
+        units, added, count = self.kept, set(new), len(self.passage.units)
         places = {place for index in new for place in (index, index + 1) if place < count}
         more = 0
-        for place in places - kept:
-            began = place == 0 or place - 1 in kept
+        for place in places - units:
+            began = place == 0 or place - 1 in units
             more += (place not in added and (began or place - 1 in added)) - began
         return more
 
@@ -56,10 +56,10 @@ class Selection:
         self.kept.update(indices)
 
 
-def price_of(passage: Passage, kept: frozenset[int], gap_cost: int) -> int:
+def price_of(passage: Passage, units: frozenset[int], gap_cost: int) -> int:
     """Return the tokens of these units and of the lines in the gaps."""
     selection = Selection(passage, gap_cost)
-    return selection.cost + selection.price(kept)
+    return selection.cost + selection.price(units)
 
 
 def choose(
@@ -76,11 +76,11 @@ def choose(
     Best scores first, equal ones in the order of the text. `least`: a score that a unit needs. `neighbours`:
     what is left of the room goes to units beside those that are kept.
     """
-    found = [Selection(passage, gap_cost) for passage in passages]
-    for selection in found:
+    selections = [Selection(passage, gap_cost) for passage in passages]
+    for selection in selections:
         for index in sorted(selection.passage.forced):
             selection.add(selection.with_needed(index))
-    room -= sum(selection.cost for selection in found)
+    room -= sum(selection.cost for selection in selections)
     if room < 0:
         return None
     order = sorted(
@@ -97,30 +97,30 @@ def choose(
         if mass <= 0 or -score < least:
             break
         mass += score
-        room -= (taken := _take(found[at], index, room))
-        if taken or index in found[at].kept:
+        room -= (taken := _take(selections[at], index, room))
+        if taken or index in selections[at].kept:
             queue.append((at, index))
     if neighbours:
-        _grow(found, queue, room)
-    return [frozenset(selection.kept) for selection in found]
+        _grow(selections, queue, room)
+    return [frozenset(selection.kept) for selection in selections]
 
 
 def _take(selection: Selection, index: int, room: int) -> int:
     """Keep a unit and what it needs, if it fits; return its tokens."""
     if index in selection.kept:
         return 0
-    wanted = selection.with_needed(index)
-    price = selection.price(wanted)
+    unit_set = selection.with_needed(index)
+    price = selection.price(unit_set)
     if price > room:
         return 0
-    selection.add(wanted, price)
+    selection.add(unit_set, price)
     return price
 
 
-def _grow(found: Sequence[Selection], queue: list[tuple[int, int]], room: int) -> None:
+def _grow(selections: Sequence[Selection], queue: list[tuple[int, int]], room: int) -> None:
     """Give the room that is left to neighbours of the kept units, best units first."""
     for at, index in queue:
-        selection = found[at]
+        selection = selections[at]
         for beside in (index + 1, index - 1):
             if 0 <= beside < len(selection.passage.units) and beside not in selection.kept:
                 room -= _take(selection, beside, room)
@@ -137,12 +137,12 @@ def gap_line(units: Sequence[Unit], text: str) -> str:
     return f"[... {count} {noun}{'s' if count != 1 else ''} left out ...]"
 
 
-def kept_text(passage: Passage, kept: Iterable[int], *, gaps: bool = True) -> str:
+def kept_text(passage: Passage, indices: Iterable[int], *, gaps: bool = True) -> str:
     """Return the passage with each run of units that are not kept replaced by one line.
 
     Without `gaps` what is left out at the beginning and the end is not said.
     """
-    held = set(kept)
+    held = set(indices)
     parts: list[str] = []
     runs = list(_runs(len(passage.units), held.__contains__))
     for at, (keep, start, end) in enumerate(runs):
@@ -162,9 +162,9 @@ def _unspaced(span: str, unit: Unit) -> str:
     return span.lstrip(" ") if unit.kind == "sentence" else span
 
 
-def _runs(count: int, kept: Callable[[int], bool]) -> Iterable[tuple[bool, int, int]]:
+def _runs(count: int, is_kept: Callable[[int], bool]) -> Iterable[tuple[bool, int, int]]:
     start = 0
     for index in range(1, count + 1):
-        if index == count or kept(index) != kept(start):
-            yield kept(start), start, index
+        if index == count or is_kept(index) != is_kept(start):
+            yield is_kept(start), start, index
             start = index

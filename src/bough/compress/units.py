@@ -85,13 +85,13 @@ def _blocks(lines: list[_Line]) -> Iterator[tuple[str, list[_Line]]]:
     """Yield runs of lines with what they hold; blank lines end a block of prose and belong to it."""
     block: list[_Line] = []
     kind = ""
-    for found, part in _paragraphs(lines):
-        if found == kind == "code":
+    for paragraph, part in _paragraphs(lines):
+        if paragraph == kind == "code":
             block += part
             continue
         if block:
             yield kind, block
-        kind, block = found, part
+        kind, block = paragraph, part
     if block:
         yield kind, block
 

@@ -129,7 +129,7 @@ def names(text: str, proper: Set[str] = frozenset()) -> set[str]:
 
 
 def _names(identifiers: Iterable[str], proper: Set[str]) -> set[str]:
-    return {found for found in identifiers if _is_name(found) or found in proper}
+    return {name for name in identifiers if _is_name(name) or name in proper}
 
 
 @lru_cache(WORDS)
@@ -143,9 +143,9 @@ class Links:
     def __init__(self, where: Mapping[str, Sequence[int]]):
         """`where`: the units of each name, in order."""
         self._linked: dict[int, list[int]] = defaultdict(list)
-        for found in where.values():
-            for index in found if len(found) in RARE else ():
-                self._linked[index] += [other for other in found if other != index]
+        for places in where.values():
+            for index in places if len(places) in RARE else ():
+                self._linked[index] += [other for other in places if other != index]
 
     def spread(self, scores: Sequence[float], starts: Sequence[float]) -> list[float]:
         """Raise units that share a rare name with the best of `starts`, and from there on."""
@@ -173,9 +173,9 @@ class Postings:
         self._where: dict[str, list[int]] = defaultdict(list)  # a unit as often as it has the word
 
     def add(self, unit: str) -> None:
-        found, index = terms(unit), len(self._lengths)
-        self._lengths.append(max(1, len(found)))
-        for word in found:
+        words, index = terms(unit), len(self._lengths)
+        self._lengths.append(max(1, len(words)))
+        for word in words:
             self._where[word].append(index)
 
     def bm25(self, asked: Mapping[str, float]) -> tuple[list[float], list[float]]:
@@ -223,8 +223,8 @@ class _Index:
             if index % STEP == 0:
                 yield
         where: dict[str, list[int]] = defaultdict(list)
-        for index, found in enumerate(identifiers):
-            for name in sorted(_names(found, proper)):
+        for index, identifier_set in enumerate(identifiers):
+            for name in sorted(_names(identifier_set, proper)):
                 where[name].append(index)
         self.links = Links(where)
 
@@ -249,15 +249,15 @@ class WordScorer:
     ) -> list[float]:
         """Return a score for each unit, at most 1 for each of the queries, times its weight."""
         links = self._index(units).links
-        found = self._matches(units, queries)
-        return _sums(units, [(query.weight, links.spread(scores, scores)) for query, scores, _ in found])
+        matches = self._matches(units, queries)
+        return _sums(units, [(query.weight, links.spread(scores, scores)) for query, scores, _ in matches])
 
     def matches(self, units: Sequence[str], queries: Sequence[Query]) -> Matches:
         """Return the same without hops, and the share of a query's words that each unit has."""
-        found = list(self._matches(units, queries))
+        matches = list(self._matches(units, queries))
         return Matches(
-            _sums(units, [(query.weight, scores) for query, scores, _ in found]),
-            [max(shares) for shares in zip(*(shares for _, _, shares in found), strict=True)],
+            _sums(units, [(query.weight, scores) for query, scores, _ in matches]),
+            [max(shares) for shares in zip(*(shares for _, _, shares in matches), strict=True)],
         )
 
     def spread(self, units: Sequence[str], scores: Sequence[float], starts: Sequence[float]) -> list[float]:

@@ -120,7 +120,7 @@ def write_model(
     types: dict[str, QuantType] = {}
     fallbacks = []
     for rule in rules:
-        wanted = wanted_type(
+        tensor_kind = wanted_type(
             rule.name,
             len(rule.shape),
             mix=mix,
@@ -128,9 +128,9 @@ def write_model(
             interval=sizes.interval,
             tied=sizes.tied,
         )
-        types[rule.name] = fitting_type(wanted, rule.shape[-1])
-        if types[rule.name] is not wanted:
-            fallbacks.append(Fallback(rule.name, wanted, types[rule.name]))
+        types[rule.name] = fitting_type(tensor_kind, rule.shape[-1])
+        if types[rule.name] is not tensor_kind:
+            fallbacks.append(Fallback(rule.name, tensor_kind, types[rule.name]))
     with GGUFWriter(output, sizes.family.architecture) as writer:
         for key, value, kind in _last_of_each([*heading(name, mix), *metadata(sizes), *entries]):
             writer.add(key, value, kind)
@@ -182,8 +182,8 @@ def _encode(rule: Rule, checkpoint: Checkpoint, kind: QuantType, device: str) ->
 
 
 def _prediction_layers(names: Iterable[str]) -> int:
-    found = (re.match(r"mtp\.layers\.(\d+)\.", name) for name in names)
-    return max((int(match[1]) + 1 for match in found if match), default=0)
+    matches = (re.match(r"mtp\.layers\.(\d+)\.", name) for name in names)
+    return max((int(match[1]) + 1 for match in matches if match), default=0)
 
 
 def _check_tensors(

@@ -19,6 +19,7 @@ class ModelFamily:
     architecture: str
     hybrid: bool = False
     experts: bool = False
+    shared_expert: bool = False
     head_norms: bool = False
     qkv_biases: bool = False
     # llama.cpp rotates adjacent pairs for llama and halves for the others
@@ -26,7 +27,8 @@ class ModelFamily:
 
 
 _QWEN35 = ModelFamily("qwen35", hybrid=True, head_norms=True)
-_QWEN35_MOE = ModelFamily("qwen35moe", hybrid=True, experts=True, head_norms=True)
+_QWEN35_MOE = ModelFamily("qwen35moe", hybrid=True, experts=True, shared_expert=True, head_norms=True)
+_QWEN3_MOE = ModelFamily("qwen3moe", experts=True, head_norms=True)
 _QWEN3 = ModelFamily("qwen3", head_norms=True)
 _QWEN2 = ModelFamily("qwen2", qkv_biases=True)
 _LLAMA = ModelFamily("llama", interleaved_rope=True)
@@ -36,6 +38,7 @@ _BY_CLASS = {
     "Qwen3_5MoeForCausalLM": _QWEN35_MOE,
     "Qwen3_5MoeForConditionalGeneration": _QWEN35_MOE,
     "Qwen3ForCausalLM": _QWEN3,
+    "Qwen3MoeForCausalLM": _QWEN3_MOE,
     "Qwen2ForCausalLM": _QWEN2,
     "LlamaForCausalLM": _LLAMA,
 }
@@ -45,6 +48,7 @@ _BY_TYPE = {
     "qwen3_5_moe": _QWEN35_MOE,
     "qwen3_5_moe_text": _QWEN35_MOE,
     "qwen3": _QWEN3,
+    "qwen3_moe": _QWEN3_MOE,
     "qwen2": _QWEN2,
     "llama": _LLAMA,
 }
@@ -67,7 +71,7 @@ class ExpertSizes:
     count: int
     used: int
     feed_forward: int
-    shared_feed_forward: int
+    shared_feed_forward: int  # 0: no shared expert
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +155,7 @@ def read_sizes(config: HFConfig, *, mtp_layers: int = 0) -> ModelSizes:
         tied=config.flag("tie_word_embeddings", False),
         feed_forward=0 if family.experts else config.integer("intermediate_size"),
         hybrid=_hybrid(config, layers) if family.hybrid else None,
-        experts=_experts(config) if family.experts else None,
+        experts=_experts(config, family) if family.experts else None,
     )
 
 
@@ -192,8 +196,10 @@ def metadata(sizes: ModelSizes) -> list[Entry]:
             ("expert_count", sizes.experts.count, None),
             ("expert_used_count", sizes.experts.used, None),
             ("expert_feed_forward_length", sizes.experts.feed_forward, None),
-            ("expert_shared_feed_forward_length", sizes.experts.shared_feed_forward, None),
         ]
+        if sizes.experts.shared_feed_forward:
+            shared = sizes.experts.shared_feed_forward
+            entries.append(("expert_shared_feed_forward_length", shared, None))
     if sizes.mtp_layers:
         entries.append(("nextn_predict_layers", sizes.mtp_layers, None))
     return [(f"{sizes.family.architecture}.{key}", value, kind) for key, value, kind in entries]
@@ -298,10 +304,15 @@ def _hybrid(config: HFConfig, layers: int) -> Hybrid:
     return hybrid
 
 
-def _experts(config: HFConfig) -> ExpertSizes:
+def _experts(config: HFConfig, family: ModelFamily) -> ExpertSizes:
+    if not family.shared_expert and not config.flag("norm_topk_prob", False):
+        _refuse(config, "norm_topk_prob false", "true: weights that are renormalised")
+    if config.integer("decoder_sparse_step", 1) != 1 or config.get("mlp_only_layers"):
+        _refuse(config, "layers without experts", "decoder_sparse_step 1 and no mlp_only_layers")
     return ExpertSizes(
-        count=config.integer("num_experts"),
+        # transformers 5 writes the second name
+        count=config.integer("num_experts" if "num_experts" in config.values else "num_local_experts"),
         used=config.integer("num_experts_per_tok"),
         feed_forward=config.integer("moe_intermediate_size"),
-        shared_feed_forward=config.integer("shared_expert_intermediate_size"),
+        shared_feed_forward=config.integer("shared_expert_intermediate_size") if family.shared_expert else 0,
     )

@@ -11,7 +11,7 @@ from bough.convert.families import ModelSizes, metadata, read_sizes
 from bough.convert.mixes import tensor_type
 from bough.convert.rules import tensor_rules
 from bough.gguf.writer import GGUFWriter
-from bough.hub.catalog import Card, Shape
+from bough.hub.catalog import FROM_CARD, ModelCard, Shape
 from bough.models.draft_spec import default_taps
 
 MIX = "q4_k_m"
@@ -19,17 +19,18 @@ _CLASSES = {
     "qwen35": "Qwen3_5ForCausalLM",
     "qwen35moe": "Qwen3_5MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
 }
 _DRAFT_HEADS, _DRAFT_KV_HEADS, _DRAFT_DIM = 32, 8, 128  # of every published DFlash draft
 
 
-def write_target(card: Card, shape: Shape, path: Path) -> Path:
+def write_target(card: ModelCard, shape: Shape, path: Path) -> Path:
     """Write the header of a card's target in the q4_k_m mix; the file has the whole one's size."""
     sizes = _sizes(card, shape)
     entries: list[Entry] = [
         *heading(card.title, MIX),
         *metadata(sizes),
-        ("tokenizer.ggml.model", "no_vocab", None),
+        (FROM_CARD, card.name, None),
         (f"{sizes.family.architecture}.vocab_size", sizes.vocabulary, None),
     ]
     with GGUFWriter(path, sizes.family.architecture) as writer:
@@ -42,7 +43,7 @@ def write_target(card: Card, shape: Shape, path: Path) -> Path:
     return path
 
 
-def _sizes(card: Card, shape: Shape) -> ModelSizes:
+def _sizes(card: ModelCard, shape: Shape) -> ModelSizes:
     match = card.match
     heads, kv_heads, head_dim = shape.heads
     values: dict[str, Any] = {
@@ -75,10 +76,11 @@ def _sizes(card: Card, shape: Shape) -> ModelSizes:
         count, used, width = shape.experts
         values |= {"num_experts": count, "num_experts_per_tok": used}
         values |= {"moe_intermediate_size": width, "shared_expert_intermediate_size": width}
+        values |= {"norm_topk_prob": True}
     return read_sizes(HFConfig(values, card.name))
 
 
-def write_draft(card: Card, shape: Shape, folder: Path) -> Path:
+def write_draft(card: ModelCard, shape: Shape, folder: Path) -> Path:
     """Write the config and the header of a DFlash draft in the card's sizes; return the weights' path."""
     assert shape.draft is not None
     layers, feed_forward = shape.draft

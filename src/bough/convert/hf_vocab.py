@@ -159,7 +159,7 @@ def _special_ids(
     size: int,
 ) -> dict[str, int]:
     """Return special token ids by GGUF key, from tokenizer_config.json or else from the configurations."""
-    found = {}
+    special = {}
     for kind, key in (("bos", "bos_token_id"), ("eos", "eos_token_id"), ("pad", "padding_token_id")):
         token = settings.get(f"{kind}_token")
         token = token.get("content") if isinstance(token, dict) else token
@@ -169,8 +169,8 @@ def _special_ids(
                 index = source.get(f"{kind}_token_id")
                 index = index[0] if isinstance(index, list) and index else index
         if isinstance(index, int) and 0 <= index < size:
-            found[key] = index
-    return found
+            special[key] = index
+    return special
 
 
 def _adds_bos(

@@ -36,8 +36,8 @@ def tensor_type(
 
     layers: depth of the trunk; interval: every interval-th layer has full attention; tied: no output.weight.
     """
-    wanted = wanted_type(name, len(shape), mix=mix, layers=layers, interval=interval, tied=tied)
-    return fitting_type(wanted, shape[-1])
+    kind = wanted_type(name, len(shape), mix=mix, layers=layers, interval=interval, tied=tied)
+    return fitting_type(kind, shape[-1])
 
 
 def wanted_type(
@@ -61,10 +61,10 @@ def wanted_type(
     return _Q4_K_M.get(stem, QuantType.Q4_K)
 
 
-def fitting_type(wanted: QuantType, row: int) -> QuantType:
+def fitting_type(kind: QuantType, row: int) -> QuantType:
     """Return `wanted`, or the next type whose blocks divide a row of `row` weights."""
-    if row % wanted.block_elements == 0:
-        return wanted
+    if row % kind.block_elements == 0:
+        return kind
     return QuantType.Q8_0 if row % QuantType.Q8_0.block_elements == 0 else QuantType.F16
 
 

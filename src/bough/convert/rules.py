@@ -170,8 +170,8 @@ def _experts(
     shapes = {"gate": (count, size, width), "up": (count, size, width), "down": (count, width, size)}
 
     def stacked(part: str) -> Rule:
-        each = [f"{source}experts.{expert}.{part}_proj.weight" for expert in range(count)]
-        sources = tuple((name, shapes[part][1:]) for name in each)
+        names = [f"{source}experts.{expert}.{part}_proj.weight" for expert in range(count)]
+        sources = tuple((name, shapes[part][1:]) for name in names)
         return Rule(f"{target}ffn_{part}_exps.weight", shapes[part], sources, _stack)
 
     def half(part: str, rows: slice) -> Rule:
@@ -183,9 +183,11 @@ def _experts(
         rules.append(_copied(target + "ffn_down_exps.weight", source + "experts.down_proj", shapes["down"]))
     else:
         rules = [stacked(part) for part in shapes]
+    rules = [_copied(target + "ffn_gate_inp.weight", source + "gate.weight", (count, width)), *rules]
+    if not experts.shared_feed_forward:
+        return rules
     shared_gate = ((source + "shared_expert_gate.weight", (1, width)),)
     return [
-        _copied(target + "ffn_gate_inp.weight", source + "gate.weight", (count, width)),
         *rules,
         Rule(target + "ffn_gate_inp_shexp.weight", (width,), shared_gate, lambda x: x[0].reshape(-1)),
         *_feed_forward(

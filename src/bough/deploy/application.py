@@ -12,7 +12,7 @@ from ray.serve.handle import DeploymentHandle
 
 from bough.deploy.loopback import keep_ports_local
 from bough.deploy.metrics import ReplicaMetrics
-from bough.deploy.replica import About, Replica
+from bough.deploy.replica import Replica, ReplicaFacts
 from bough.deploy.router import PrefixRouter
 from bough.deploy.settings import CONTROL, QUEUE, Settings, settings_of
 from bough.deploy.worker import ReplicaWorker
@@ -79,15 +79,15 @@ class Ingress:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
         self._settings = settings
         self._metrics = ReplicaMetrics()
-        made = worker(lambda: handle, settings, record(self._metrics))
-        self._models = Models([served(settings, made)], settings.server, lambda _load: made)
+        replicas = worker(lambda: handle, settings, record(self._metrics))
+        self._models = Models([served(settings, replicas)], settings.server, lambda _load: replicas)
         self._models.start()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return create_app(self._models, self._settings.server, metrics=self._metrics)
 
 
-def served(settings: Settings, made: ReplicaWorker) -> ServedModel:
+def served(settings: Settings, replicas: ReplicaWorker) -> ServedModel:
     """Return the model for the server; replicas load it."""
 
     def load(_progress: object) -> TextSession:
@@ -96,7 +96,7 @@ def served(settings: Settings, made: ReplicaWorker) -> ServedModel:
     path = settings.path
     aliases = frozenset((path.name, path.stem))
     size = path.stat().st_size
-    return ServedModel(settings.model_name, load, lambda _reader: made.facts(), aliases, size, path)
+    return ServedModel(settings.model_name, load, lambda _reader: replicas.facts(), aliases, size, path)
 
 
 def worker(
@@ -112,7 +112,7 @@ def worker(
     )
 
 
-def _reader(about: About, settings: Settings) -> RequestReader:
+def _reader(about: ReplicaFacts, settings: Settings) -> RequestReader:
     reader = load_reader(settings.path, settings.engine, about.limits)
     reader.isolate_grammars()
     return reader

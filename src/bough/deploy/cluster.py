@@ -59,9 +59,9 @@ class Cluster:
 
     def check(self) -> None:
         """Raise if the replicas cannot be started."""
-        found = serve.status().applications[self._name]
-        if found.status == ApplicationStatus.DEPLOY_FAILED:
-            messages = [found.message, *(each.message for each in found.deployments.values())]
+        application = serve.status().applications[self._name]
+        if application.status == ApplicationStatus.DEPLOY_FAILED:
+            messages = [application.message, *(each.message for each in application.deployments.values())]
             raise _failure("\n".join(messages))
 
     def close(self) -> None:
@@ -78,8 +78,8 @@ class Cluster:
 
 def _failure(text: str) -> BoughError:
     """Return the error of the replica that is quoted in what Serve says."""
-    found = _ERROR.findall(text)
-    reason = found[-1][1] if found else text.strip().splitlines()[-1]
+    errors = _ERROR.findall(text)
+    reason = errors[-1][1] if errors else text.strip().splitlines()[-1]
     return ResourceError(f"no replica could be started: {reason}", "Ray's log has more: /tmp/ray")
 
 
@@ -93,12 +93,12 @@ def run(
     """Serve on the socket until a signal, with replicas on Ray. Raise what starting them raised."""
     cluster, metrics = Cluster(settings, address), ReplicaMetrics()
     options = {"check": cluster.check, "undeploy": cluster.close, "pid": os.getpid()}
-    made = worker(cluster.deploy, settings, server.record(metrics), **options)
+    replicas = worker(cluster.deploy, settings, server.record(metrics), **options)
     server.serve(
-        [served(settings, made)],
+        [served(settings, replicas)],
         settings.server,
         listening,
         metrics=metrics,
-        make_worker=lambda _load, _ended: made,
-        ready=lambda _reader: ready(made),
+        make_worker=lambda _load, _ended: replicas,
+        ready=lambda _reader: ready(replicas),
     )

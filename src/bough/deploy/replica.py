@@ -35,7 +35,7 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class About:
+class ReplicaFacts:
     """What is the same for all replicas."""
 
     limits: Limits
@@ -43,7 +43,7 @@ class About:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ReplicaReport:
     """The state of one replica."""
 
     replica: str
@@ -76,13 +76,13 @@ class Replica:
             assert self._worker.failure is not None
             raise self._worker.failure
 
-    def about(self) -> About:
-        return About(self._session.limits, self._facts)
+    def about(self) -> ReplicaFacts:
+        return ReplicaFacts(self._session.limits, self._facts)
 
-    def report(self) -> Report:
+    def report(self) -> ReplicaReport:
         prefix_cache = self._facts["prefix_cache"]
         self._metrics.observe([self._worker], prefix_cache)
-        return Report(
+        return ReplicaReport(
             replica=self._name,
             pid=os.getpid(),
             parallel=self._session.parallel,

@@ -49,10 +49,10 @@ class Routes:
         """
         taking = [name for name, load in loads.items() if load < self._most]
         taking.sort(key=lambda name: (loads[name], self._last.get(name, 0)))
-        own = self._sessions.get(hint.session)
-        best = [own] if own in taking else self._with_prefix(hint, taking)
+        replica = self._sessions.get(hint.session)
+        best = [replica] if replica in taking else self._with_prefix(hint, taking)
         waits = all(loads[name] >= self._slots for name in best)
-        if best != [own] and waits and any(loads[name] < self._slots for name in taking):
+        if best != [replica] and waits and any(loads[name] < self._slots for name in taking):
             best = []
         return [*best, *(name for name in taking if name not in best)]
 
@@ -77,13 +77,13 @@ class Routes:
         """Forget all other replicas."""
         self._last = {name: last for name, last in self._last.items() if name in replicas}
         self._sessions = OrderedDict(item for item in self._sessions.items() if item[1] in replicas)
-        for found in self._prefixes.values():
-            found.intersection_update(replicas)
+        for holders in self._prefixes.values():
+            holders.intersection_update(replicas)
 
     def _with_prefix(self, hint: Hint, replicas: Sequence[str]) -> list[str]:
         """Return those of the replicas that have the longest beginning of the prompt."""
         for prefix in reversed(hint.prefixes):
             having = self._prefixes.get(prefix, ())
-            if found := [each for each in replicas if each in having]:
-                return found
+            if holders := [each for each in replicas if each in having]:
+                return holders
         return []

@@ -60,26 +60,26 @@ def _has_gpu() -> bool:
 
 def settings_of(arguments: Mapping[str, Any]) -> Settings:
     """Return the settings that the arguments of a Serve application name: fields of both configurations."""
-    given = dict(arguments)
-    replicas = Replicas.parse(str(given.pop("replicas", 1)))
-    target, card, fetched = find_model(given.pop("model", None), offline=False)
-    speculation, draft = find_draft(target, card, given.pop("draft", AUTO), fetch=fetched)
-    engine = _configured(EngineConfig, given) | {
-        "parallel": given.pop("parallel", None),
+    values = dict(arguments)
+    replicas = Replicas.parse(str(values.pop("replicas", 1)))
+    target, card, fetched = find_model(values.pop("model", None), offline=False)
+    speculation, draft = find_draft(target, card, values.pop("draft", AUTO), fetch=fetched)
+    engine = _configured(EngineConfig, values) | {
+        "parallel": values.pop("parallel", None),
         "speculation": speculation,
         "draft": draft,
         "costs": costs_file(),
     }
-    server = {"model_name": card.name if card else target.stem} | _configured(ServerConfig, given)
-    if given:
-        raise UsageError(f"there is no setting {next(iter(given))!r}", "docs/scale-out.md lists them")
+    server = {"model_name": card.name if card else target.stem} | _configured(ServerConfig, values)
+    if values:
+        raise UsageError(f"there is no setting {next(iter(values))!r}", "docs/scale-out.md lists them")
     return settings_for(target, _checked(EngineConfig, engine), _checked(ServerConfig, server), replicas)
 
 
-def _configured(kind: type[EngineConfig | ServerConfig], given: dict[str, Any]) -> dict[str, Any]:
+def _configured(kind: type[EngineConfig | ServerConfig], values: dict[str, Any]) -> dict[str, Any]:
     """Take the fields of a configuration out of what is given."""
-    names = [each.name for each in fields(kind) if each.name in given]
-    return {name: given.pop(name) for name in names}
+    names = [each.name for each in fields(kind) if each.name in values]
+    return {name: values.pop(name) for name in names}
 
 
 def _checked(kind: type, values: Mapping[str, Any]) -> Any:

@@ -16,7 +16,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from bough.deploy.replica import About, Order, Report
+from bough.deploy.replica import Order, ReplicaFacts, ReplicaReport
 from bough.deploy.routes import Hint
 from bough.engine.stats import RequestStats
 from bough.errors import BoughError, QueueFull, Unavailable
@@ -41,7 +41,7 @@ class ReplicaWorker:
     def __init__(
         self,
         deploy: Callable[[], DeploymentHandle],
-        read: Callable[[About], RequestReader],
+        read: Callable[[ReplicaFacts], RequestReader],
         *,
         max_queue: int,
         ended: Ended,
@@ -58,8 +58,8 @@ class ReplicaWorker:
         self._stopping = self._refuses = False
         self._closed = threading.Event()
         self._tasks: dict[Job, asyncio.Task[None]] = {}
-        self.about: About | None = None
-        self.reports: Sequence[Report] = ()
+        self.about: ReplicaFacts | None = None
+        self.reports: Sequence[ReplicaReport] = ()
         self.ready = threading.Event()
         self.loaded = (0, 0)  # replicas load, each in its process
         self.failure: Exception | None = None
@@ -164,13 +164,13 @@ class ReplicaWorker:
         """Ask every replica for its state."""
         if self._handle is None or self._reader is None:
             return
-        found: list[Any] = []
+        reports: list[Any] = []
         # One that does not answer in time may be busy: the last reports stay.
         with contextlib.suppress(TimeoutError):
             with contextlib.suppress(RayServeException):
                 response = self._handle.broadcast("report")
-                found = await response.results_async(timeout_s=REPORT_S, return_exceptions=True)
-            self.reports = _reports(found)
+                reports = await response.results_async(timeout_s=REPORT_S, return_exceptions=True)
+            self.reports = _reports(reports)
 
     def _start(self) -> None:
         try:
@@ -185,7 +185,7 @@ class ReplicaWorker:
         self._closed.wait()
         self._undeploy()
 
-    def _ask(self, handle: DeploymentHandle) -> About:
+    def _ask(self, handle: DeploymentHandle) -> ReplicaFacts:
         """Return what the first replica says, as soon as there is one."""
         response = handle.about.remote()
         while True:
@@ -310,9 +310,9 @@ def _order(job: Job) -> Order:
     return Order(requests, job.label, Hint.of(first.affinity, ids))
 
 
-def _reports(found: Sequence[Any]) -> list[Report]:
+def _reports(answers: Sequence[Any]) -> list[ReplicaReport]:
     """Return the reports, without the errors of replicas that are about to end."""
-    return [each for each in found if isinstance(each, Report)]
+    return [each for each in answers if isinstance(each, ReplicaReport)]
 
 
 def _first_line(error: Exception) -> str:

@@ -1,10 +1,11 @@
 """What the engine reports of a sequence."""
 
 from dataclasses import dataclass, field, replace
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
-from bough.engine.sampler import TokenLogprob
-from bough.engine.stats import RequestStats
+if TYPE_CHECKING:
+    from bough.engine.sampler import TokenLogprob
+    from bough.engine.stats import RequestStats
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -27,7 +28,7 @@ class Tokens:
     """Newly committed tokens, in order; end tokens are not among them."""
 
     ids: list[int]
-    logprobs: list[TokenLogprob] | None = None  # one for each, if requested
+    logprobs: list["TokenLogprob"] | None = None  # one for each, if requested
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class VerifiedTree:
 @dataclass(frozen=True, slots=True)
 class Done:
     reason: FinishReason
-    stats: RequestStats
+    stats: "RequestStats"
 
 
 @dataclass(frozen=True, slots=True)

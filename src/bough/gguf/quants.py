@@ -295,10 +295,10 @@ def check_decodable(types: Iterable[QuantType]) -> None:
 
     To be called before weights are read.
     """
-    found = set(types)
-    if QuantType.I64 in found:
+    kinds = set(types)
+    if QuantType.I64 in kinds:
         raise UnsupportedQuant("a tensor of the model is of type I64, which holds whole numbers, no weights")
-    for type in sorted(_CODE_BOOKS & found):
+    for type in sorted(_CODE_BOOKS & kinds):
         _grid(type, torch.device("cpu"))
 
 

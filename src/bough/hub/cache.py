@@ -37,24 +37,24 @@ class Cached:
 def contents(cache: Path | None = None) -> list[Cached]:
     """Return every complete GGUF model and every draft in safetensors."""
     cache = cache or cache_folder()
-    found = []
+    files = []
     for folder in sorted(cache.glob("models--*")):
         repo = folder.name.removeprefix("models--").replace("--", "/", 1)
-        found += of_repo(repo, cache)
-    return found
+        files += of_repo(repo, cache)
+    return files
 
 
 def of_repo(repo: str, cache: Path | None = None) -> list[Cached]:
     cache = cache or cache_folder()
-    found: dict[tuple[str, ...], Cached] = {}
+    newest: dict[tuple[str, ...], Cached] = {}
     for snapshot in snapshots(repo, cache):
         inside = [each for each in snapshot.rglob("*") if each.is_file()]
         files = {each.relative_to(snapshot).as_posix(): each.stat().st_size for each in inside}
         sets = [each.files for each in group(files.items(), sidecars=True) if each.complete]
         for names in [*sets, *_draft(repo, snapshot, files)]:
             size = sum(files[name] for name in names)
-            found.setdefault(names, Cached(repo, names, snapshot, size))
-    return list(found.values())
+            newest.setdefault(names, Cached(repo, names, snapshot, size))
+    return list(newest.values())
 
 
 def _draft(repo: str, snapshot: Path, files: dict[str, int]) -> list[tuple[str, ...]]:
@@ -90,13 +90,13 @@ def removal(models: Iterable[Cached], cache: Path | None = None) -> Removal:
     """Plan a removal; blobs that other files of the repository use stay."""
     from huggingface_hub import scan_cache_dir
 
-    wanted: dict[str, set[str]] = {}
+    names: dict[str, set[str]] = {}
     for model in models:
-        wanted.setdefault(model.repo, set()).update(model.files)
+        names.setdefault(model.repo, set()).update(model.files)
     info = scan_cache_dir(cache or cache_folder())
     repos = {repo.repo_id: repo for repo in info.repos if repo.repo_type == "model"}
     strategies = []
-    for name, files in wanted.items():
+    for name, files in names.items():
         if name not in repos:
             raise BoughError(
                 f"the cache of {name} is damaged: {'; '.join(map(str, info.warnings))}",
@@ -111,11 +111,11 @@ def _strategy(info: Any, repo: Any, names: set[str]) -> Any:
     selected, commits, whole = [], [], True
     for revision in repo.revisions:
         root = revision.snapshot_path
-        found = [file for file in revision.files if file.file_path.relative_to(root).as_posix() in names]
-        if found:
-            selected += found
+        files = [file for file in revision.files if file.file_path.relative_to(root).as_posix() in names]
+        if files:
+            selected += files
             commits.append(revision.commit_hash)
-            whole = whole and len(found) == len(revision.files)
+            whole = whole and len(files) == len(revision.files)
     for file in selected:
         if not file.blob_path.is_relative_to(repo.repo_path):
             raise BoughError(

@@ -19,6 +19,7 @@ FOLDER = Path(__file__).with_name("cards")
 PACKAGE = Path(__file__).parents[1]
 MODES = ("thinking", "plain")
 EMBEDDED = "bough-40m"  # the card of the pair inside the package
+FROM_CARD = "bough.from_card"  # in the metadata of a file that is made of a card's shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
+class ModelCard:
     name: str
     title: str
     aliases: tuple[str, ...]
@@ -81,12 +82,12 @@ class Card:
     sampling: Mapping[str, Sampling]  # recommended, by mode; empty: what the file recommends
 
 
-def cards() -> tuple[Card, ...]:
+def cards() -> tuple[ModelCard, ...]:
     """Return all cards, sorted by name."""
     return _load(FOLDER)
 
 
-def named(text: str) -> tuple[Card, str | None] | None:
+def named(text: str) -> tuple[ModelCard, str | None] | None:
     """Return the card and the quantisation of NAME or NAME:QUANT, None for any other text."""
     name, colon, quant = text.partition(":")
     for card in cards():
@@ -97,7 +98,7 @@ def named(text: str) -> tuple[Card, str | None] | None:
 
 def recognise(
     names: Iterable[str], *, architecture: str, width: int, layers: int, repo: str | None = None
-) -> Card | None:
+) -> ModelCard | None:
     """Return a model's card by its repository or, where the shape matches, by the first matching name."""
     for card in cards():
         if repo is not None and card.target is not None and card.target.repo.lower() == repo.lower():
@@ -111,7 +112,7 @@ def recognise(
     return None
 
 
-def of_repo(repo: str) -> Card | None:
+def of_repo(repo: str) -> ModelCard | None:
     """Return the card whose target a repository holds, judged by its name."""
     for card in cards():
         if card.target is not None and card.target.repo.lower() == repo.lower():
@@ -119,7 +120,7 @@ def of_repo(repo: str) -> Card | None:
     return next((card for card in cards() if _matches(repo.rpartition("/")[2], card.match)), None)
 
 
-def of_draft(repo: str) -> list[Card]:
+def of_draft(repo: str) -> list[ModelCard]:
     """Return the cards whose draft a repository holds."""
     return [card for card in cards() if card.draft is not None and card.draft.repo.lower() == repo.lower()]
 
@@ -142,18 +143,18 @@ def _words(name: str) -> list[str]:
 
 
 @functools.cache
-def _load(folder: Path) -> tuple[Card, ...]:
-    found = [_read(path) for path in sorted(folder.glob("*.toml"))]
+def _load(folder: Path) -> tuple[ModelCard, ...]:
+    cards = [_read(path) for path in sorted(folder.glob("*.toml"))]
     seen: set[str] = set()
-    for card in found:
+    for card in cards:
         for name in (card.name, *card.aliases):
             if name in seen:
                 raise ModelFileError(f"{folder}: two cards have the name {name!r}")
             seen.add(name)
-    return tuple(sorted(found, key=lambda card: card.name))
+    return tuple(sorted(cards, key=lambda card: card.name))
 
 
-def _read(path: Path) -> Card:
+def _read(path: Path) -> ModelCard:
     try:
         table = _Table(str(path), tomllib.loads(path.read_text(encoding="utf-8")))
     except tomllib.TOMLDecodeError as error:
@@ -161,7 +162,7 @@ def _read(path: Path) -> Card:
     match, settings = (table.table(key) for key in ("match", "settings"))
     sampling = table.table("sampling") if table.has("sampling") else None
     pair = table.table("pair") if table.has("pair") else None
-    card = Card(
+    card = ModelCard(
         name=table.name("name"),
         title=table.take("title", str),
         aliases=tuple(table.take("aliases", list, [])),
@@ -181,9 +182,9 @@ def _read(path: Path) -> Card:
         shape=_shape(table.table("shape")) if table.has("shape") else None,
         sampling={} if sampling is None else {mode: _sampling(sampling.table(mode)) for mode in MODES},
     )
-    for each in (table, match, settings, sampling, pair):
-        if each is not None:
-            each.finish()
+    for part in (table, match, settings, sampling, pair):
+        if part is not None:
+            part.finish()
     return card
 
 
@@ -233,8 +234,8 @@ class _Table:
     def take(self, key: str, kind: type, default: Any = None) -> Any:
         value = self._values.pop(key, default)
         if type(value) is not kind or (kind is list and any(type(each) is not str for each in value)):
-            wanted = "a list of strings" if kind is list else f"a value of type {kind.__name__}"
-            raise ModelFileError(f"{self._source}: {key} is {value!r}, needed {wanted}")
+            expected = "a list of strings" if kind is list else f"a value of type {kind.__name__}"
+            raise ModelFileError(f"{self._source}: {key} is {value!r}, needed {expected}")
         return value
 
     def numbers(self, key: str, count: int) -> Any:

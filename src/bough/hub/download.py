@@ -103,8 +103,8 @@ def offered(repo: str) -> list[GGUFSet]:
 
     with explained(RepoName(repo), constants.ENDPOINT):
         info = HfApi().model_info(repo, files_metadata=True, timeout=TIMEOUT_S)
-    found = group([(each.rfilename, each.size or 0) for each in info.siblings or []])
-    return sorted((each for each in found if each.complete), key=lambda each: each.size)
+    sets = group([(each.rfilename, each.size or 0) for each in info.siblings or []])
+    return sorted((each for each in sets if each.complete), key=lambda each: each.size)
 
 
 def gguf_files(name: RepoName) -> Pick:
@@ -140,9 +140,9 @@ def fetch_files(
     except DownloadFailed as error:
         # Without a network use a cached copy; if there is none, report the network error.
         with contextlib.suppress(BoughError):
-            found = cached(name, pick, cache=cache)
+            local = cached(name, pick, cache=cache)
             progress.notice(f"{error.message}: using the copy in the cache")
-            return found
+            return local
         raise
     files = pick([(each.rfilename, each.size or 0) for each in info.siblings or []])
     paths = {
@@ -364,8 +364,8 @@ def snapshots(repo: str, cache: Path) -> list[Path]:
     from huggingface_hub.file_download import repo_folder_name
 
     folder = cache / repo_folder_name(repo_id=repo, repo_type="model")
-    found = sorted(folder.glob("snapshots/*"), key=lambda each: each.stat().st_mtime, reverse=True)
+    folders = sorted(folder.glob("snapshots/*"), key=lambda each: each.stat().st_mtime, reverse=True)
     with contextlib.suppress(OSError):
         current = (folder / "refs" / "main").read_text().strip()
-        found.sort(key=lambda each: each.name != current)
-    return found
+        folders.sort(key=lambda each: each.name != current)
+    return folders

@@ -65,9 +65,9 @@ def draft_files(name: RepoName) -> Pick:
         if name.quant or name.file or (not weights and any(file.endswith(".gguf") for file in names)):
             return _gguf_draft(name, files)
         if not one_checkpoint(weights) or CONFIG not in names:
-            found = f"{len(weights)} .safetensors files and {'a' if CONFIG in names else 'no'} {CONFIG}"
+            listed = f"{len(weights)} .safetensors files and {'a' if CONFIG in names else 'no'} {CONFIG}"
             raise ModelNotFound(
-                f"{name.repo} holds no draft: found {found}, needed one, or all shards of one, and its"
+                f"{name.repo} holds no draft: found {listed}, needed one, or all shards of one, and its"
                 f" {CONFIG}",
                 "bough list shows the available drafts",
             )
@@ -96,10 +96,10 @@ def is_draft_config(path: Path) -> bool:
 
 def _check_config(path: Path) -> None:
     """Refuse other models by their config, before gigabytes of weights are downloaded."""
-    found = _architecture(path) if path.name == CONFIG else None
-    if found is not None and not is_draft_architecture(found):
+    class_name = _architecture(path) if path.name == CONFIG else None
+    if class_name is not None and not is_draft_architecture(class_name):
         raise UnsupportedModel(
-            f"{path}: architectures is {found!r}, needed {' or '.join(DRAFT_ARCHITECTURES)} for a draft",
+            f"{path}: architectures is {class_name!r}, needed {' or '.join(DRAFT_ARCHITECTURES)} for a draft",
             "drafts are small models made for one target; bough list shows the available ones",
         )
 

@@ -55,10 +55,10 @@ def drafts_beside(path: Path) -> list[Path]:
 
 def paired_draft(path: Path) -> Path | None:
     """Return the draft beside a model where the folder holds just these two."""
-    found = drafts_beside(path)
+    drafts = drafts_beside(path)
     sets = group((each.name, each.stat().st_size) for each in path.parent.iterdir() if each.is_file())
     alone = len(sets) == 1 and path.name in sets[0].files
-    return found[0] if len(found) == 1 and alone else None
+    return drafts[0] if len(drafts) == 1 and alone else None
 
 
 def meant_as_file(name: str) -> bool:

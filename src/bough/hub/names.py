@@ -56,8 +56,8 @@ class GGUFSet:
     @property
     def label(self) -> str:
         """Return the name of the quantisation in the file name, or the file name."""
-        found = _QUANT.findall(_SPLIT.sub("", self.files[0]).removesuffix(".gguf"))
-        return found[-1].upper() if found else self.files[0]
+        labels = _QUANT.findall(_SPLIT.sub("", self.files[0]).removesuffix(".gguf"))
+        return labels[-1].upper() if labels else self.files[0]
 
     @property
     def complete(self) -> bool:
@@ -126,9 +126,9 @@ def one_checkpoint(weights: Sequence[str]) -> bool:
     shards = [SHARD.fullmatch(file) for file in sorted(weights)]
     if len(shards) == 1 and shards[0] is None:
         return True
-    found = [(shard["stem"], int(shard["number"]), int(shard["count"])) for shard in shards if shard]
-    return bool(found) and found == [
-        (found[0][0], number, len(shards)) for number in range(1, len(shards) + 1)
+    numbered = [(shard["stem"], int(shard["number"]), int(shard["count"])) for shard in shards if shard]
+    return bool(numbered) and numbered == [
+        (numbered[0][0], number, len(shards)) for number in range(1, len(shards) + 1)
     ]
 
 
@@ -146,19 +146,19 @@ def choose(sets: list[GGUFSet], name: RepoName) -> GGUFSet:
             "find a repository whose name ends in GGUF, or download this one and run bough convert",
         )
     if name.file:
-        found = [each for each in sets if name.file in each.files]
+        matching = [each for each in sets if name.file in each.files]
     elif name.quant is None and len(sets) == 1:
-        found = sets
+        matching = sets
     else:
-        found = _matching(sets, name.quant or DEFAULT_QUANT)
-    if len(found) == 1:
-        return found[0]
-    if not found:
-        wanted = name.file or name.quant or f"{DEFAULT_QUANT} (the default)"
-        raise ModelNotFound(f"{name.repo} has no {wanted}; it has {listing(sets)}", _example(sets, name))
+        matching = _matching(sets, name.quant or DEFAULT_QUANT)
+    if len(matching) == 1:
+        return matching[0]
+    if not matching:
+        asked_for = name.file or name.quant or f"{DEFAULT_QUANT} (the default)"
+        raise ModelNotFound(f"{name.repo} has no {asked_for}; it has {listing(sets)}", _example(sets, name))
     raise ModelNotFound(
-        f"{name} matches {len(found)} models: {listing(found, by_file=True)}",
-        f"name one file: hf://{name.repo}/{found[0].files[0]}",
+        f"{name} matches {len(matching)} models: {listing(matching, by_file=True)}",
+        f"name one file: hf://{name.repo}/{matching[0].files[0]}",
     )
 
 
@@ -174,12 +174,12 @@ def readable(size: int) -> str:
 
 
 def _matching(sets: list[GGUFSet], quant: str) -> list[GGUFSet]:
-    wanted = quant.upper()
-    exact = [each for each in sets if each.label.upper() == wanted]
+    upper = quant.upper()
+    exact = [each for each in sets if each.label.upper() == upper]
     if exact:
         return exact
     # Q4_K_XL also finds UD-Q4_K_XL, but Q4_K does not find Q4_K_M.
-    inside = re.compile(rf"(?<![A-Za-z0-9]){re.escape(wanted)}(?![A-Za-z0-9_])", re.IGNORECASE)
+    inside = re.compile(rf"(?<![A-Za-z0-9]){re.escape(upper)}(?![A-Za-z0-9_])", re.IGNORECASE)
     return [each for each in sets if inside.search(each.files[0])]
 
 

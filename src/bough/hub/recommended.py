@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bough.hub.catalog import Card, Sampling
+from bough.hub.catalog import ModelCard, Sampling
 
 # Our name of a value, the file's below general.sampling, and what makes sense.
 _KEYS = (
@@ -50,7 +50,7 @@ class Recommended:
         return self.thinking if (self.thinks if thinking is None else thinking) else self.plain
 
 
-def recommended(card: Card | None, metadata: Mapping[str, Any]) -> Recommended:
+def recommended(card: ModelCard | None, metadata: Mapping[str, Any]) -> Recommended:
     """Return what is recommended for a model with this card and this file."""
     reasons = "<think>" in str(metadata.get("tokenizer.chat_template") or "")
     thinks = reasons if card is None else card.thinking

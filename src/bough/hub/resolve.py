@@ -6,7 +6,7 @@ from pathlib import Path
 
 from bough.errors import ModelNotFound, UsageError
 from bough.hub import catalog
-from bough.hub.catalog import Card
+from bough.hub.catalog import ModelCard
 from bough.hub.download import FetchProgress, cached, fetch, gguf_files
 from bough.hub.drafts import fetch_draft
 from bough.hub.local import draft_in, meant_as_file, model_in, no_such_file
@@ -19,7 +19,7 @@ class Meaning:
 
     path: Path | None = None
     repo: RepoName | None = None
-    card: Card | None = None
+    card: ModelCard | None = None
     name: str = ""  # as it was given
 
     @property
@@ -34,8 +34,8 @@ def meaning(name: str) -> Meaning:
     """Interpret a name: a path on disk takes precedence over the catalogue, and that over a repository."""
     if (path := _on_disk(name)) is not None:
         return Meaning(path=model_in(path) if path.is_dir() else path)
-    if (found := catalog.named(name)) is not None:
-        card, quant = found
+    if (listed := catalog.named(name)) is not None:
+        card, quant = listed
         if card.target is None:
             return Meaning(path=card.pair.target if card.pair else None, card=card)
         return Meaning(repo=RepoName(card.target.repo, quant), card=card, name=name)
@@ -76,8 +76,8 @@ def resolve_draft(name: str, *, offline: bool = False, progress: FetchProgress |
     """Return a draft's file: of a path or folder, a catalogue name's draft, or USER/REPO[:QUANT]."""
     if (path := _on_disk(name)) is not None:
         return draft_in(path) if path.is_dir() else path
-    if (found := catalog.named(name)) is not None:
-        card, _ = found
+    if (listed := catalog.named(name)) is not None:
+        card, _ = listed
         if card.pair is not None:
             return card.pair.draft
         repo = card.draft

@@ -16,6 +16,11 @@ from bough.models.spec import ModelSpec
 KVFormats = tuple[KVFormat, KVFormat]  # of K and of V
 
 TRITON_ON_WINDOWS = "pip install triton-windows, or run in WSL2"
+CUDA_TORCH = (
+    "pip install torch --index-url https://download.pytorch.org/whl/cu130 (cu126 for drivers before 580)"
+)
+# One of these is there where an NVIDIA driver is: on Linux, in WSL2, on Windows.
+_DRIVERS = ("/proc/driver/nvidia/version", "/usr/lib/wsl/lib/libcuda.so.1", "C:/Windows/System32/nvcuda.dll")
 # Bytes that a process uses on a GPU outside torch's allocator. Where there is a GPU, the context is measured.
 CUDA_CONTEXT = 512 << 20
 # Bytes of a GPU that stay free for what other programs take later: a desktop's windows, a browser. On Windows
@@ -40,6 +45,27 @@ def pick_device(name: str) -> torch.device:
         if (device.index or 0) >= count:
             raise ResourceError(f"`device` is {name!r}, {count} CUDA devices found", "bough doctor shows why")
     return device
+
+
+def has_driver() -> bool:
+    """Return whether an NVIDIA driver is installed."""
+    return any(Path(path).exists() for path in _DRIVERS)
+
+
+def unused_gpu() -> str | None:
+    """Return why an NVIDIA card that is here is not used, in a sentence; None: there is none, or it is."""
+    if torch.cuda.is_available() or not has_driver():
+        return None
+    if torch.version.cuda is not None or torch.version.hip is not None:
+        return (
+            "an NVIDIA driver is here, but PyTorch finds no GPU, so the CPU computes: bough doctor says why"
+        )
+    return f"an NVIDIA driver is here, but this PyTorch has no CUDA, so the CPU computes: {cuda_torch()}"
+
+
+def cuda_torch() -> str:
+    """Return how to install what a GPU needs."""
+    return CUDA_TORCH + (", then pip install triton-windows" if platform.system() == "Windows" else "")
 
 
 def triton_version() -> str | None:
@@ -121,9 +147,9 @@ def memory_budget(device: torch.device, limit: int | None = None) -> MemoryBudge
     gc.collect()  # an engine that was loaded before does not count
     torch.cuda.empty_cache()
     free, total = cuda_memory(device)  # creates the context, so that it counts as in use
-    own = torch.cuda.memory_reserved(device)
-    kept = reserve(total, total - free - own - CUDA_CONTEXT)
-    return MemoryBudget(total - kept if limit is None else min(limit, total), total - free)
+    reserved = torch.cuda.memory_reserved(device)
+    room = reserve(total, total - free - reserved - CUDA_CONTEXT)
+    return MemoryBudget(total - room if limit is None else min(limit, total), total - free)
 
 
 def cuda_memory(device: torch.device) -> tuple[int, int]:
@@ -159,8 +185,8 @@ def limit_allocator(budget: MemoryBudget, device: torch.device) -> None:
     """
     total = torch.cuda.mem_get_info(device)[1]
     # What torch holds already, for a scorer of prompts, is in use and not free, but it is torch's own.
-    own = torch.cuda.memory_reserved(device)
-    share = max(0, budget.free + own - CUDA_LIBRARIES) / total
+    reserved = torch.cuda.memory_reserved(device)
+    share = max(0, budget.free + reserved - CUDA_LIBRARIES) / total
     index = torch.cuda.current_device() if device.index is None else device.index
     torch.cuda.set_per_process_memory_fraction(share, index)
 

@@ -233,12 +233,12 @@ def _draft_need(
     expand: bool,
     native: bool,
 ) -> _DraftNeed:
-    found = _DraftNeed({})
+    need = _DraftNeed({})
     if uses_mtp(config, file, spec):
-        found += _mtp_need(file, spec, device_type, rings=rings, expand=expand)
+        need += _mtp_need(file, spec, device_type, rings=rings, expand=expand)
     if config.speculation is not None and config.draft is not None:
-        found += _block_draft_need(spec, config.draft, device_type, rings=rings, expand=expand, native=native)
-    return found
+        need += _block_draft_need(spec, config.draft, device_type, rings=rings, expand=expand, native=native)
+    return need
 
 
 def _mtp_need(
@@ -264,19 +264,19 @@ def _block_draft_need(
 ) -> _DraftNeed:
     tiles, dtype = device_type == "cuda", compute_dtype(device_type)
     quant = draft_quant(draft, device_type, native=native)
-    with open_draft(draft.path, spec, quant=quant, causal=draft.causal) as (found, source):
+    with open_draft(draft.path, spec, quant=quant, causal=draft.causal) as (shape, source):
         loader = MeasuringLoader(source, tiles=tiles, dtype=dtype, expand=expand)
-        weights = held_bytes(DFlashDraft(found, loader, _CPU, spec.vocab_size))
-        if native and draft_gap(source, found) is None:
+        weights = held_bytes(DFlashDraft(shape, loader, _CPU, spec.vocab_size))
+        if native and draft_gap(source, shape) is None:
             weights = packed_draft_bytes(source)
     held = {
         "draft": weights,
-        "draft context": held_bytes(draft_buffers(found, context=draft.context, **rings)),
+        "draft context": held_bytes(draft_buffers(shape, context=draft.context, **rings)),
     }
-    values = 2 * found.block_size * spec.vocab_size
+    values = 2 * shape.block_size * spec.vocab_size
     if tiles:
-        values += _attention_values(found.block_size, found.heads, found.kv_heads, found.head_dim)
-    return _DraftNeed(held, len(found.taps), values)
+        values += _attention_values(shape.block_size, shape.heads, shape.kv_heads, shape.head_dim)
+    return _DraftNeed(held, len(shape.taps), values)
 
 
 def _chunk_sizes(config: EngineConfig, device_type: DeviceType) -> list[int]:

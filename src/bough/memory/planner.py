@@ -131,14 +131,14 @@ class MemoryPlan:
 
     def notes(self) -> list[str]:
         """Return warnings for the user."""
-        found = []
+        notes = []
         if widened := self.estimate.widened:
-            found.append(
+            notes.append(
                 f"weights in {', '.join(widened)} have no GPU kernel and are stored as float16: "
                 f"{gib(sum(widened.values()))} more than in the file; "
                 "a quantisation of the K family, Q8_0, Q4_0, Q5_0 or IQ4 is faster and smaller"
             )
-        return found
+        return notes
 
     def backend_note(self) -> str:
         """Return why native code does not run the model on a CPU; nothing if it does, or hardly matters."""
@@ -242,8 +242,8 @@ class MemoryPlanner:
         context = self.context
         # The default context is no reason to use fewer than 8 bits for K or V.
         precise = self if self.config.max_ctx is not None else self._without_lossy()
-        if (found := precise._best_fit(context)) is not None:
-            formats, options = found
+        if (fit := precise._best_fit(context)) is not None:
+            formats, options = fit
             return self._plan(formats, options, context, self._reason(formats))
         if self.config.max_ctx is None:
             smallest_precise = replace(precise, candidates=precise.candidates[-1:])
@@ -252,8 +252,8 @@ class MemoryPlanner:
                 (self, _PREFERRED_CTX),
                 (self, _MIN_CTX),
             ):
-                if least < context and (found := planner._best_fit(least)) is not None:
-                    formats, options = found
+                if least < context and (fit := planner._best_fit(least)) is not None:
+                    formats, options = fit
                     longest = min(planner._longest(formats, options), context)
                     return self._plan(formats, options, longest, self._reason_for_shorter(context))
             context = min(context, _MIN_CTX)
@@ -326,9 +326,9 @@ class MemoryPlanner:
         return replace(self, candidates=precise or self.candidates)
 
     def _reason_for_shorter(self, context: int) -> str:
-        if (found := self._best_fit(context)) is None:
+        if (fit := self._best_fit(context)) is None:
             return f"{context:,} tokens do not fit in {format_names(self.candidates[-1])}"
-        return f"`max_ctx` {context} fits in {format_names(found[0])}"
+        return f"`max_ctx` {context} fits in {format_names(fit[0])}"
 
     def _reason(self, formats: KVFormats) -> str:
         if "auto" not in (self.config.kv_k, self.config.kv_v):
@@ -361,11 +361,11 @@ class MemoryPlanner:
 
     def _option(self, formats: KVFormats) -> FormatOption:
         alone = replace(self, candidates=(formats,))
-        found = alone._best_fit(self.context)
-        options = self._load_options()[-1] if found is None else found[1]
+        fit = alone._best_fit(self.context)
+        options = self._load_options()[-1] if fit is None else fit[1]
         total = alone._total(formats, self.context, options)
         longest = alone._longest(formats, self._load_options()[-1])
-        return FormatOption(formats, longest, total, options.host_embedding, found is not None)
+        return FormatOption(formats, longest, total, options.host_embedding, fit is not None)
 
     def _does_not_fit(self, context: int) -> ResourceError:
         smallest = self.candidates[-1]

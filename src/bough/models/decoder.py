@@ -241,9 +241,9 @@ class Decoder:
         """Return the same for a draft, whose numbers never reach the text; -inf after its shortlist."""
         if self._draft_head is None:
             return self.logits(hidden)
-        found = self._draft_head(hidden, exact=True)
-        logits = found.new_full((*found.shape[:-1], self.spec.vocab_size), -torch.inf)
-        logits[..., : found.shape[-1]] = found
+        partial = self._draft_head(hidden, exact=True)
+        logits = partial.new_full((*partial.shape[:-1], self.spec.vocab_size), -torch.inf)
+        logits[..., : partial.shape[-1]] = partial
         return logits
 
     def limit_drafts(self, tokens: int) -> None:

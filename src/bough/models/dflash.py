@@ -116,8 +116,8 @@ class MarkovHead:
         """Return the log probability [K, n, 1] that the next token is accepted after the tokens before it."""
         if self._confidence is None:
             return None
-        own, pair = self._confidence.split([self._width, len(self._confidence) - self._width])
-        logits = (hidden @ own)[:, None] + self._before(before) @ pair
+        bias, pair = self._confidence.split([self._width, len(self._confidence) - self._width])
+        logits = (hidden @ bias)[:, None] + self._before(before) @ pair
         return logsigmoid(logits if self._bias is None else logits + self._bias)[..., None]
 
 
@@ -255,9 +255,9 @@ class OwnVocabulary:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [..., vocabulary] of the target's tokens; -inf for those that it does not know."""
-        own = self._head(hidden, exact=True)
-        every = own.new_full((*own.shape[:-1], self._vocabulary), -torch.inf)
-        return every.index_copy_(-1, self._ids, own)
+        logits = self._head(hidden, exact=True)
+        every = logits.new_full((*logits.shape[:-1], self._vocabulary), -torch.inf)
+        return every.index_copy_(-1, self._ids, logits)
 
 
 class DFlashDraft:

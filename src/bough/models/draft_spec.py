@@ -95,8 +95,8 @@ class DraftSpec:
 
     def with_heads(self, tensors: Mapping[str, TensorInfo]) -> "DraftSpec":
         """Return the spec with the heads that the tensors show: configs do not tell DSpark from DFlash."""
-        if (own := tensors.get(OWN_IDS)) is not None and not self.reduced:
-            size = self.draft_vocab_size or own.elements
+        if (ids := tensors.get(OWN_IDS)) is not None and not self.reduced:
+            size = self.draft_vocab_size or ids.elements
             return replace(self, draft_vocab_size=size, reduced=True).with_heads(tensors)
         table = tensors.get(_MARKOV_TENSORS[0])
         if table is None:
@@ -149,12 +149,12 @@ class DraftSpec:
             names |= {name.removesuffix(".weight") for name in names if "_conv_base" in name}
         if self.markov is not None:
             names |= {*_MARKOV_TENSORS, *_CONFIDENCE_TENSORS}
-        shape, own = (target.vocab_size, target.width), ()
+        shape, prefix = (target.vocab_size, target.width), ()
         if self.reduced:
             names |= {OWN_IDS, _OWN_HEAD}
-            own = (_OWN_HEAD,)
+            prefix = (_OWN_HEAD,)
         for name, info in tensors.items():
-            if name in SHARED_TENSORS and name not in own and info.shape != shape:
+            if name in SHARED_TENSORS and name not in prefix and info.shape != shape:
                 raise self._mismatch(f"the shape of {name}", list(info.shape), f"the target's, {list(shape)}")
             if name not in names and name not in SHARED_TENSORS:
                 raise unknown_tensor(source, name, layers=len(self.layers))
@@ -173,8 +173,8 @@ class DraftSpec:
         nested = _Settings(source, config).table("dflash_config")
         # Where the speculators library keeps the backbone's settings.
         backbone = _Settings(source, config).table("transformer_layer_config")
-        given = {k: v for table in (config, nested) for k, v in table.items() if v is not None}
-        keys = _Settings(source, {**backbone, **given})
+        values = {k: v for table in (config, nested) for k, v in table.items() if v is not None}
+        keys = _Settings(source, {**backbone, **values})
         _check_architecture(keys)
         for key, needed in _FIXED.items():
             if keys.values.get(key) not in (None, needed):
@@ -320,11 +320,11 @@ def default_taps(target_depth: int, draft_depth: int) -> list[int]:
 
 
 def _check_architecture(keys: "_Settings") -> None:
-    found = keys.values.get("architectures")
-    if found is None or found == []:
+    names = keys.values.get("architectures")
+    if names is None or names == []:
         return
-    if type(found) is not list or not is_draft_architecture(found[0]):
-        seen = shorten(found[0] if type(found) is list else found)
+    if type(names) is not list or not is_draft_architecture(names[0]):
+        seen = shorten(names[0] if type(names) is list else names)
         raise UnsupportedModel(
             f"{keys.source}: architectures is {seen}, needed {' or '.join(map(repr, DRAFT_ARCHITECTURES))}",
             "take a DFlash, DFlash2 or DSpark draft",

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
@@ -224,7 +225,7 @@ class FeedForward:
 
 
 class Experts:
-    """A softmax router over SwiGLU experts, with renormalised weights, plus one gated shared expert."""
+    """A softmax router over SwiGLU experts, with renormalised weights, plus a gated shared expert if any."""
 
     def __init__(self, spec: ModelSpec, loader: WeightLoader, block: str):
         assert spec.experts is not None
@@ -237,8 +238,10 @@ class Experts:
         self._gate_up = loader.experts(fused, experts.count, rows, width)
         down = f"{block}.ffn_down_exps.weight"
         (self._down,) = loader.experts([down], experts.count, width, experts.width)
-        self._shared = FeedForward(loader, block, width=width, inner=experts.shared_width, suffix="_shexp")
-        self._shared_gate = loader.vector(f"{block}.ffn_gate_inp_shexp.weight", width)
+        self._shared, self._shared_gate = None, torch.zeros_like(self._router[0])
+        if inner := experts.shared_width:
+            self._shared = FeedForward(loader, block, width=width, inner=inner, suffix="_shexp")
+            self._shared_gate = loader.vector(f"{block}.ffn_gate_inp_shexp.weight", width)
 
     @property
     def routed(self) -> Sequence[ExpertStack | tuple[Matrix, ...]]:
@@ -259,7 +262,9 @@ class Experts:
         packed, logits, routing = route_rows(
             x, self._router, self._shared_gate, used=self._used, layouts=layouts
         )
-        shared = self._shared(packed if self._shared.takes_packed else x)
+        shared = torch.zeros_like(x)
+        if self._shared is not None:
+            shared = self._shared(packed if self._shared.takes_packed else x)
         *inner, down = stacks
         parts = [expert_matmul(packed, stack, routing) for stack in inner]
         gate, up = parts if len(parts) > 1 else parts[0].chunk(2, -1)
@@ -273,7 +278,8 @@ class Experts:
         for expert in chosen.unique().tolist():
             row, rank = (chosen == expert).nonzero(as_tuple=True)
             outputs[row, rank] = self._expert(expert, x[row])
-        return plain_experts.combine(self._shared(x), x @ self._shared_gate, outputs, weights)
+        shared = torch.zeros_like(x) if self._shared is None else self._shared(x)
+        return plain_experts.combine(shared, x @ self._shared_gate, outputs, weights)
 
     def _expert(self, expert: int, x: Tensor) -> Tensor:
         assert isinstance(self._down, tuple), "experts in a stack"

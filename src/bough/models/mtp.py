@@ -114,11 +114,11 @@ class MTPBlock:
         angles = rope_angles(positions, self._frequencies)
         ring_heads(k, v, self._key_norm, self.spec.eps, *angles, **pools, **tables)
         ring.lengths.index_add_(0, slots, count)
-        kept = min(rows + 1, buffers.hidden.shape[1])
+        length = min(rows + 1, buffers.hidden.shape[1])
         # A slot that commits nothing may be that of another row of the batch: it writes to the spare one.
         targets = torch.where(count > 0, slots, len(buffers.counts) - 1)
-        buffers.hidden[targets, :kept] = hidden[:, -kept:]
-        buffers.counts[targets] = count - (rows + 1 - kept)
+        buffers.hidden[targets, :length] = hidden[:, -length:]
+        buffers.counts[targets] = count - (rows + 1 - length)
 
     def newest_hidden(self, slots: Tensor, buffers: MTPBuffers) -> Tensor:
         """Return the target's hidden state [B, 1, width] of the last committed position."""

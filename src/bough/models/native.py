@@ -145,7 +145,7 @@ class NativeDecoder:
         self._scores, self._span = torch.empty(0), 0  # and the tokens that they are enough for
         self._bound: Buffers | None = None
         # Of the bound buffers, by slot.
-        self._calls: dict[int, tuple[ctypes.Array[LayerState], native.Step]] = {}
+        self._calls: dict[int, tuple[ctypes.Array[LayerState], native.NativeStep]] = {}
         self._taps: dict[tuple[int, ...], ctypes.Array[ctypes.c_int32]] = {}
 
     @classmethod
@@ -236,8 +236,8 @@ class NativeDecoder:
         bounds = range(0, (len(slots) + 1) * count, count) if step.first is None else step.first.tolist()
         for slot, (begin, end) in zip(slots, pairwise(bounds), strict=True):
             if end > begin:
-                kept = begin - begin // count * skipped
-                self._run_slot(slot, rows, range(begin, end), kept, buffers, self._wanted(tuple(taps)))
+                saved = begin - begin // count * skipped
+                self._run_slot(slot, rows, range(begin, end), saved, buffers, self._wanted(tuple(taps)))
         if EMBEDDING_TAP in taps:
             place = taps.index(EMBEDDING_TAP) * self.spec.width
             features[..., place : place + self.spec.width] = self.embed(step.tokens[:, skipped:])
@@ -247,30 +247,30 @@ class NativeDecoder:
         self,
         slot: int,
         rows: _Rows,
-        own: range,
-        kept: int,
+        span: range,
+        saved: int,
         buffers: Buffers,
         taps: "ctypes.Array[ctypes.c_int32]",
     ) -> None:
         """Run the rows `own` of one slot, whose features begin at row `kept`."""
-        total, counts = len(own), buffers.pending.count.numpy()
+        total, counts = len(span), buffers.pending.count.numpy()
         length, pending = int(buffers.lengths.numpy()[slot]), int(counts[slot])
         states, call = self._slot(buffers, slot)
         self._reserve_scores(length + total)
         call.chunk = rows.parents is None
-        call.parents = None if rows.parents is None else rows.parents.data_ptr() + 8 * own.start
+        call.parents = None if rows.parents is None else rows.parents.data_ptr() + 8 * span.start
         call.tap = ctypes.addressof(taps)
         # A chunk is cut into pieces, which makes no difference to a row.
         for start in range(0, total, native.MAX_ROWS):
             call.rows = min(native.MAX_ROWS, total - start)
             call.length = length + start
             call.pending = pending if start == 0 else 0
-            call.tokens = rows.tokens.data_ptr() + 8 * (own.start + start)
+            call.tokens = rows.tokens.data_ptr() + 8 * (span.start + start)
             call.skipped = min(max(0, rows.skipped - start), call.rows)
             call.taps = len(taps) if call.skipped < call.rows else 0
-            call.features = _address(rows.features, kept + max(0, start - rows.skipped))
-            call.hidden = None if rows.hidden is None else _address(rows.hidden, own.start + start)
-            call.logits = None if rows.logits is None else _address(rows.logits, own.start + start)
+            call.features = _address(rows.features, saved + max(0, start - rows.skipped))
+            call.hidden = None if rows.hidden is None else _address(rows.hidden, span.start + start)
+            call.logits = None if rows.logits is None else _address(rows.logits, span.start + start)
             wrong = self.library.c.tf_step(
                 self.library.pool,
                 self._model,
@@ -293,14 +293,14 @@ class NativeDecoder:
             self._span = 2 * span
             self._scores = torch.empty(self.library.c.tf_step_scores(self.library.threads, self._span))
 
-    def _slot(self, buffers: Buffers, slot: int) -> "tuple[ctypes.Array[LayerState], native.Step]":
+    def _slot(self, buffers: Buffers, slot: int) -> "tuple[ctypes.Array[LayerState], native.NativeStep]":
         """Return pointers to a slot's buffers, and a call with those that stay: made once for `buffers`."""
         if buffers is not self._bound:
             self._bound, self._calls = buffers, {}
         if slot not in self._calls:
             pools = [layer.keys for layer in buffers.layers if isinstance(layer, AttentionBuffers)]
             table, path = buffers.page_table, buffers.pending.path
-            call = native.Step(
+            call = native.NativeStep(
                 page=pools[0].page if pools else 64,
                 pages=pools[0].codes.shape[0] if pools else table.numel(),
                 table=table.shape[1],
@@ -308,8 +308,8 @@ class NativeDecoder:
                 page_table=table.data_ptr() + 8 * slot * table.stride(0),
                 path=path.data_ptr() + 8 * slot * path.stride(0),
             )
-            made = [_layer_state(layer, slot) for layer in buffers.layers]
-            self._calls[slot] = (LayerState * len(made))(*made), call
+            states = [_layer_state(layer, slot) for layer in buffers.layers]
+            self._calls[slot] = (LayerState * len(states))(*states), call
         return self._calls[slot]
 
     def _keep(self, tensor: Tensor) -> int:
@@ -327,10 +327,10 @@ class NativeDecoder:
             loader.vector(f"{block}.{spec.family.feed_forward_norm}.weight", spec.width)
         )
 
-        def matrix(name: str, rows: int, columns: int) -> native.Matrix:
-            made = loader.packed_matrix(f"{block}.{name}.weight", rows, columns)
-            self._held.append(made)
-            return made.struct
+        def matrix(name: str, rows: int, columns: int) -> native.NativeMatrix:
+            packed = loader.packed_matrix(f"{block}.{name}.weight", rows, columns)
+            self._held.append(packed)
+            return packed.struct
 
         inputs = self._attention(loader, block, layer) if attention else self._delta(loader, block, layer)
         layer.inputs = len(inputs)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bough.kernels import native
-from bough.kernels.native import INT8, Block, Layer, Model, PackedMatrix, Ring
+from bough.kernels.native import INT8, Layer, Model, NativeBlock, PackedMatrix, Ring
 from bough.models.dflash import DFlashDraft, DraftBuffers
 from bough.models.draft_spec import SHARED_TENSORS, DraftSpec
 from bough.models.native import NativeLoader, packed_tensors_bytes, weights_gap
@@ -71,7 +71,7 @@ class NativeDraft(DFlashDraft):
     def _append(self, features: Tensor, first: Tensor, slots: Tensor, buffers: DraftBuffers) -> None:
         for b, slot in enumerate(slots.tolist()):
             rows, rings, at = features[b].contiguous(), self._rings(buffers, slot), int(first[b])
-            block = Block(norm=self._fuse_norm.data_ptr())
+            block = NativeBlock(norm=self._fuse_norm.data_ptr())
             for start in range(0, len(rows), native.MAX_ROWS):
                 part = rows[start : start + native.MAX_ROWS]
                 block.rows, block.length, block.in_ = len(part), at + start, part.data_ptr()
@@ -103,7 +103,7 @@ class NativeDraft(DFlashDraft):
             length, start = int(buffers.lengths[slot]), int(buffers.starts[slot])
             span = min(length, max(keys.shape[1] for keys in buffers.keys)) + x.shape[1]
             self._reserve_scores(span)
-            block = Block(x.shape[1], length, start, x[b].data_ptr(), None, hidden[b].data_ptr())
+            block = NativeBlock(x.shape[1], length, start, x[b].data_ptr(), None, hidden[b].data_ptr())
             wrong = self._library.c.tf_draft_block(
                 self._library.pool,
                 self._model,
@@ -122,13 +122,13 @@ class NativeDraft(DFlashDraft):
             self._scores = torch.empty(size(threads, 2 * span))
 
     def _rings(self, buffers: DraftBuffers, slot: int) -> "ctypes.Array[Ring]":
-        spec, made = self.spec, []
+        spec, rings = self.spec, []
         for index, (keys, values) in enumerate(zip(buffers.keys, buffers.values, strict=True)):
             assert keys.dtype == values.dtype == torch.float32 and keys[slot].is_contiguous()
             window = spec.window if spec.layers[index] == "sliding" else 0
             addresses = (keys[slot].data_ptr(), values[slot].data_ptr())
-            made.append(Ring(*addresses, keys.shape[1], window, spec.causal[index]))
-        return (Ring * len(made))(*made)
+            rings.append(Ring(*addresses, keys.shape[1], window, spec.causal[index]))
+        return (Ring * len(rings))(*rings)
 
     def _keep(self, tensor: Tensor) -> int:
         """Return a tensor's address, and hold the tensor."""
@@ -136,16 +136,16 @@ class NativeDraft(DFlashDraft):
         self._held.append(tensor)
         return tensor.data_ptr()
 
-    def _matrix(self, loader: NativeLoader, name: str, rows: int, columns: int) -> native.Matrix:
-        made = loader.packed_matrix(name, rows, columns)
-        self._held.append(made)
-        return made.struct
+    def _matrix(self, loader: NativeLoader, name: str, rows: int, columns: int) -> native.NativeMatrix:
+        packed = loader.packed_matrix(name, rows, columns)
+        self._held.append(packed)
+        return packed.struct
 
     def _layer(self, loader: NativeLoader, index: int) -> Layer:
         spec, block = self.spec, f"blk.{index}"
         width, query, kv = spec.width, spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
 
-        def matrix(name: str, rows: int, columns: int) -> native.Matrix:
+        def matrix(name: str, rows: int, columns: int) -> native.NativeMatrix:
             return self._matrix(loader, f"{block}.{name}.weight", rows, columns)
 
         def vector(name: str, size: int) -> int:

@@ -143,21 +143,21 @@ def find_checkpoint(path: Path) -> tuple[Path, Path]:
     if not path.exists():
         raise ModelNotFound(f"{path}: no such file or folder")
     folder = path if path.is_dir() else path.parent
-    found = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    if path.is_dir() and found and all(SHARD.fullmatch(file.name) for file in found):
-        _shards(found[0])  # raises for one that is missing
-    if not one_checkpoint([file.name for file in found]) and path.is_dir():
-        names = ", ".join(file.name for file in found[:4]) or "none"
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if path.is_dir() and files and all(SHARD.fullmatch(file.name) for file in files):
+        _shards(files[0])  # raises for one that is missing
+    if not one_checkpoint([file.name for file in files]) and path.is_dir():
+        names = ", ".join(file.name for file in files[:4]) or "none"
         raise ModelNotFound(
             f"{path}: needed one .safetensors file for a draft, or all shards of one, "
-            f"found {len(found)} ({names})",
+            f"found {len(files)} ({names})",
             "name the file itself, or its folder without the others",
         )
     if (folder / _MASK_FILE).exists():
         raise UnsupportedModel(
             f"{folder}: the draft has {_MASK_FILE}, needed one whose mask is a token of the target"
         )
-    return found[0], folder / "config.json"
+    return files[0], folder / "config.json"
 
 
 def _shards(path: Path) -> list[Path]:

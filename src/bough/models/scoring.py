@@ -110,13 +110,13 @@ def load_scoring(
     """
     spec = ModelSpec.from_gguf(file)
     check_decodable(info.type for info in file.tensors.values())
-    chosen = layers or scoring_layers(spec)
-    native = native and device.type == "cpu" and min(chosen) > 0
+    indices = layers or scoring_layers(spec)
+    native = native and device.type == "cpu" and min(indices) > 0
     if native and native_gap(file, spec, (FORMATS["f32"],) * 2) is None:
         library = Library(threads or torch.get_num_threads())
-        return NativeScoringDecoder(file, spec, library, chosen, progress=progress)
+        return NativeScoringDecoder(file, spec, library, indices, progress=progress)
     return ScoringDecoder(
-        spec, WeightLoader(file, device=device, dtype=dtype, progress=progress), device, chosen
+        spec, WeightLoader(file, device=device, dtype=dtype, progress=progress), device, indices
     )
 
 
@@ -184,14 +184,14 @@ class ScoringDecoder(Decoder):
     def heads(self, step: Step, buffers: Buffers, *, queries: bool = True) -> list[LayerHeads]:
         context = self._context(step, buffers)
         x, add = self.embed(step.tokens), None
-        angles, found = (context.cos, context.sin), []
+        angles, masses = (context.cos, context.sin), []
         for index, (block, layer) in enumerate(zip(self._blocks, buffers.layers, strict=False)):
             before, x, add = block(x, add, context, layer, partial_sums=False)
             if index in self._scoring:
-                found.append(self._scoring[index](before, *angles, queries=queries))
+                masses.append(self._scoring[index](before, *angles, queries=queries))
         assert isinstance(add, Tensor), "no partial sums were asked for"
         buffers.pending.count.index_fill_(0, step.slots, 0)
-        return [*found, self._scoring[self.layers[-1]](x + add, *angles, queries=queries)]
+        return [*masses, self._scoring[self.layers[-1]](x + add, *angles, queries=queries)]
 
 
 def attention_mass(queries: Tensor, keys: Tensor) -> Tensor:
@@ -209,8 +209,8 @@ def attention_mass(queries: Tensor, keys: Tensor) -> Tensor:
     for start in range(0, rows, ROWS):
         q = grouped[start : start + ROWS].permute(1, 2, 0, 3)  # [KV, G, R, D]
         logits = (q.flatten(1, 2) @ keys).unflatten(1, q.shape[1:3])  # [KV, G, R, N + T]
-        own = before + start + torch.arange(q.shape[2], device=keys.device)
-        logits.masked_fill_(positions > own[:, None], float("-inf"))
+        rows_at = before + start + torch.arange(q.shape[2], device=keys.device)
+        logits.masked_fill_(positions > rows_at[:, None], float("-inf"))
         # float32: over 128K keys a mass is some 1e-6.
         total += logits.softmax(-1)[..., :before].sum((0, 1, 2))
     return total / (rows * heads)

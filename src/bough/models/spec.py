@@ -6,6 +6,8 @@ from typing import Literal
 from bough.errors import UnsupportedModel
 from bough.gguf.reader import GGUFFile
 
+_SOFTMAX = 1  # of expert_gating_func
+
 LayerKind = Literal["attention", "delta"]
 
 
@@ -18,6 +20,7 @@ class Family:
     query_key_norm: bool = False
     rope_interleaved: bool = False  # pairs (0,1), (2,3), ... instead of the two halves
     experts: bool = False
+    shared_expert: bool = False  # one that every row takes, beside the routed experts
     feed_forward_norm: str = "ffn_norm"
 
 
@@ -30,8 +33,10 @@ FAMILIES = {
         gated_query=True,
         query_key_norm=True,
         experts=True,
+        shared_expert=True,
         feed_forward_norm="post_attention_norm",
     ),
+    "qwen3moe": Family(query_key_norm=True, experts=True),
     "qwen3": Family(query_key_norm=True),
     "qwen2": Family(),
     "llama": Family(rope_interleaved=True),
@@ -61,7 +66,7 @@ class ExpertSpec:
     count: int
     used: int
     width: int
-    shared_width: int
+    shared_width: int  # 0: no shared expert
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +164,7 @@ class ModelSpec:
             context_length=keys.count("context_length"),
             tied_head="output.weight" not in file.tensors,
             delta=_delta(keys) if family.hybrid else None,
-            experts=_experts(keys) if family.experts else None,
+            experts=_experts(keys, family) if family.experts else None,
         )
 
 
@@ -248,13 +253,19 @@ def _delta(keys: _Keys) -> DeltaSpec:
     return spec
 
 
-def _experts(keys: _Keys) -> ExpertSpec:
-    spec = ExpertSpec(
-        count=keys.count("expert_count"),
-        used=keys.count("expert_used_count"),
-        width=keys.count("expert_feed_forward_length"),
-        shared_width=keys.count("expert_shared_feed_forward_length"),
-    )
-    if spec.used > spec.count:
-        raise keys.unsupported("expert_used_count", f"at most expert_count ({spec.count})")
-    return spec
+def _experts(keys: _Keys, family: Family) -> ExpertSpec:
+    count, used = keys.count("expert_count"), keys.count("expert_used_count")
+    if used > count:
+        raise keys.unsupported("expert_used_count", f"at most expert_count ({count})")
+    width = keys.count("expert_feed_forward_length", default=0)
+    shared_key = "expert_shared_feed_forward_length"
+    shared = keys.count(shared_key, default=None if family.shared_expert else 0)
+    if shared and not family.shared_expert:
+        raise keys.unsupported(shared_key, "none: this architecture's experts are all routed")
+    if not keys.file.get(f"{keys.prefix}.expert_weights_norm", bool, True):
+        raise keys.unsupported("expert_weights_norm", "true: weights that are renormalised")
+    if keys.count("expert_gating_func", default=_SOFTMAX) != _SOFTMAX:
+        raise keys.unsupported("expert_gating_func", f"{_SOFTMAX}: a softmax")
+    if keys.file.get(f"{keys.prefix}.expert_weights_scale", float, 1.0) not in (0.0, 1.0):
+        raise keys.unsupported("expert_weights_scale", "1")
+    return ExpertSpec(count, used, width or keys.count("feed_forward_length") // used, shared)

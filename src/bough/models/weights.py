@@ -371,13 +371,13 @@ class WeightLoader:
             target.copy_(dequantise(source, type))
 
     def _biases(self, names: Sequence[str], sizes: Sequence[int]) -> Tensor | None:
-        found = [name.removesuffix("weight") + "bias" for name in names]
-        if not any(self.has(name) for name in found):
+        bias_names = [name.removesuffix("weight") + "bias" for name in names]
+        if not any(self.has(name) for name in bias_names):
             return None
         return self._joined(
             [
                 self.vector(name, rows) if self.has(name) else torch.zeros(rows, device=self._device)
-                for name, rows in zip(found, sizes, strict=True)
+                for name, rows in zip(bias_names, sizes, strict=True)
             ]
         )
 

@@ -68,11 +68,11 @@ class PrefixCache:
 
     def restore(self, slot: int, ids: Sequence[int], ends: Container[int]) -> Snapshot | None:
         """Restore the snapshot that `match` finds to a newly opened slot."""
-        found = self.match(ids, ends)
-        if found is not None:
-            self._evict_pages(lambda: self.store.shortage(slot, found.state), keep=found)
-            self.store.restore(slot, found.state)
-        return found
+        snapshot = self.match(ids, ends)
+        if snapshot is not None:
+            self._evict_pages(lambda: self.store.shortage(slot, snapshot.state), keep=snapshot)
+            self.store.restore(slot, snapshot.state)
+        return snapshot
 
     def match(self, ids: Sequence[int], ends: Container[int]) -> Snapshot | None:
         """Return the longest snapshot of a proper prefix of `ids` that ends with a chunk or an answer."""
@@ -80,23 +80,23 @@ class PrefixCache:
             return None
         before_last = packed(ids[:-1])
 
-        def usable(each: Snapshot | SnapshotFile) -> bool:
-            if each.nbytes > self._budget or not before_last.startswith(each.tokens):
+        def usable(snapshot: Snapshot | SnapshotFile) -> bool:
+            if snapshot.nbytes > self._budget or not before_last.startswith(snapshot.tokens):
                 return False
-            if self._exact and each.after_answer:
+            if self._exact and snapshot.after_answer:
                 return False
-            return each.kind == "answer" or each.length in ends
+            return snapshot.kind == "answer" or snapshot.length in ends
 
         while True:
             all_entries = [*self._snapshots, *(self._files.entries if self._files else ())]
             longest_first = sorted(all_entries, key=lambda each: -each.length)
-            found = next(filter(usable, longest_first), None)
-            if isinstance(found, SnapshotFile):
-                self._load(found)  # a file that cannot be read is removed from the entries
+            match = next(filter(usable, longest_first), None)
+            if isinstance(match, SnapshotFile):
+                self._load(match)  # a file that cannot be read is removed from the entries
                 continue
-            if found is not None:
-                self._touch(found)
-            return found
+            if match is not None:
+                self._touch(match)
+            return match
 
     def insert(
         self,
@@ -157,10 +157,10 @@ class PrefixCache:
     def use_idle_time(self) -> bool:
         """Pin a piece of host memory for the next snapshots; return whether there is more to do."""
         room = self._budget - self._host_bytes
-        wanted = min(room, _AHEAD * len(self.store.states.lengths) * self.store.state_bytes)
+        goal = min(room, _AHEAD * len(self.store.states.lengths) * self.store.state_bytes)
         if not self.enabled:
             return False
-        return self.store.reserve_pages(room) or self.store.reserve.grow(self._pinned_in_use, wanted)
+        return self.store.reserve_pages(room) or self.store.reserve.grow(self._pinned_in_use, goal)
 
     @property
     def _pinned_in_use(self) -> int:
@@ -208,11 +208,11 @@ class PrefixCache:
         return self.store.host_page_bytes + self._pinned_in_use
 
     def _add(self, snapshot: Snapshot) -> None:
-        for each in list(self._snapshots):
-            if each.tokens == snapshot.tokens:
-                self._remove(each)
-            elif each.kind == snapshot.kind != "head" and snapshot.tokens.startswith(each.tokens):
-                each.superseded = True
+        for other in list(self._snapshots):
+            if other.tokens == snapshot.tokens:
+                self._remove(other)
+            elif other.kind == snapshot.kind != "head" and snapshot.tokens.startswith(other.tokens):
+                other.superseded = True
         self._snapshots.append(snapshot)
         self._stamp(snapshot)
 
@@ -277,9 +277,9 @@ class PrefixCache:
         seen = {id(page) for page in keep.state.pages} if keep else set()
         groups = []
         for snapshot in reversed(self._eviction_order()):
-            own = [page for page in snapshot.state.pages if id(page) not in seen]
-            seen |= {id(page) for page in own}
-            groups.append([page for page in own if self.store.is_evictable(page)])
+            pages = [page for page in snapshot.state.pages if id(page) not in seen]
+            seen |= {id(page) for page in pages}
+            groups.append([page for page in pages if self.store.is_evictable(page)])
         for group in reversed(groups):
             yield from reversed(group)
 
@@ -287,8 +287,8 @@ class PrefixCache:
         """Return superseded and expired snapshots, then the others, each least recently used first."""
         now = time.monotonic()
 
-        def wanted(each: Snapshot) -> bool:
-            return not each.superseded and (each.expires is None or now < each.expires)
+        def wanted(snapshot: Snapshot) -> bool:
+            return not snapshot.superseded and (snapshot.expires is None or now < snapshot.expires)
 
         return sorted(self._snapshots, key=lambda each: (wanted(each), each.used))
 
@@ -309,9 +309,9 @@ class PrefixCache:
     def _touch(self, snapshot: Snapshot) -> None:
         """Mark a snapshot and all snapshots of its prefixes as used."""
         snapshot.superseded, snapshot.expires = False, None
-        prefixes = [each for each in self._snapshots if snapshot.tokens.startswith(each.tokens)]
-        for each in sorted(prefixes, key=lambda each: each.length):
-            self._stamp(each)
+        prefixes = [prefix for prefix in self._snapshots if snapshot.tokens.startswith(prefix.tokens)]
+        for prefix in sorted(prefixes, key=lambda prefix: prefix.length):
+            self._stamp(prefix)
         if self._files:
             self._files.touch(snapshot.tokens)
 

@@ -191,30 +191,30 @@ class SnapshotFiles:
 
     def _replace(self, new: SnapshotFile) -> None:
         """Add an entry and delete those that it supersedes."""
-        kept = []
-        for each in self.entries:
-            older = each.kind == new.kind != "head" and new.tokens.startswith(each.tokens)
-            if not older and each.path != new.path:
-                kept.append(each)
-            elif each.path != new.path:
-                each.path.unlink(missing_ok=True)
-        self.entries = (*kept, new)
+        staying = []
+        for entry in self.entries:
+            older = entry.kind == new.kind != "head" and new.tokens.startswith(entry.tokens)
+            if not older and entry.path != new.path:
+                staying.append(entry)
+            elif entry.path != new.path:
+                entry.path.unlink(missing_ok=True)
+        self.entries = (*staying, new)
 
     def _evict(self, size: int, path: Path) -> bool:
         """Delete least recently used files until `size` more bytes fit; return whether they do."""
-        found = []
-        for each in self._folder.glob(f"*{_SUFFIX}"):
+        files = []
+        for file in self._folder.glob(f"*{_SUFFIX}"):
             with contextlib.suppress(OSError):
-                status = each.stat()
-                found.append((status.st_mtime, status.st_size, each))
-        total = sum(nbytes for _, nbytes, each in found if each != path)
-        for _, nbytes, each in sorted(found):
+                status = file.stat()
+                files.append((status.st_mtime, status.st_size, file))
+        total = sum(nbytes for _, nbytes, file in files if file != path)
+        for _, nbytes, file in sorted(files):
             if size > self._limit or total + size <= self._limit:
                 break
-            if each != path:
-                each.unlink(missing_ok=True)
+            if file != path:
+                file.unlink(missing_ok=True)
                 total -= nbytes
-                self.entries = tuple(entry for entry in self.entries if entry.path != each)
+                self.entries = tuple(entry for entry in self.entries if entry.path != file)
         return total + size <= self._limit
 
     def _drop(self, entry: SnapshotFile) -> None:

@@ -238,8 +238,8 @@ def _prefill(app: FastAPI, models: Models) -> None:
     async def prefill_ahead(body: PrefillBody, request: Request) -> dict[str, Any]:
         """Process what is there of a request before the rest comes; the prefix cache keeps it."""
         async with models.use(request, body.model) as service:
-            wanted = prefill.to_request(body, service, request.headers)
-            return await service.prefill(request, wanted, body.lifetime)
+            request_ahead = prefill.to_request(body, service, request.headers)
+            return await service.prefill(request, request_ahead, body.lifetime)
 
 
 def _ollama(app: FastAPI, models: Models) -> None:
@@ -335,8 +335,8 @@ def _about(app: FastAPI, models: Models, metrics: Metrics) -> None:
         headers = {} if ready else {"retry-after": "2"}
         return JSONResponse({"pid": os.getpid(), **shown}, 200 if ready else 503, headers)
 
-    def model(id: str, found: Resident | None) -> dict[str, Any]:
-        loaded = found is not None and found.service.worker.state is State.ready
+    def model(id: str, resident: Resident | None) -> dict[str, Any]:
+        loaded = resident is not None and resident.service.worker.state is State.ready
         return {
             "id": id,
             "object": "model",
@@ -345,7 +345,7 @@ def _about(app: FastAPI, models: Models, metrics: Metrics) -> None:
             "type": "model",
             "display_name": id,
             "created_at": datetime.fromtimestamp(started, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-            "max_model_len": found.service.session.max_ctx if found is not None and loaded else None,
+            "max_model_len": resident.service.session.max_ctx if resident is not None and loaded else None,
             "loaded": loaded,
         }
 

@@ -25,10 +25,10 @@ def too_many_values(body: bytes) -> bool:
     """Return whether the JSON text has more than MAX_VALUES values and names."""
     if sum(body.count(each) for each in (b",", b":", b"[", b"{")) <= MAX_VALUES:
         return False
-    found = 0
+    count = 0
     for match in _STRINGS_AND_SEPARATORS.finditer(body):
-        found += match.end() - match.start() == 1
-        if found > MAX_VALUES:
+        count += match.end() - match.start() == 1
+        if count > MAX_VALUES:
             return True
     return False
 

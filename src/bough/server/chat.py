@@ -85,8 +85,8 @@ def continues(body: ChatBody | TemplateBody) -> bool:
     return options.continues(body.messages, body.continue_final_message)
 
 
-def check_template_options(given: Mapping[str, Any]) -> None:
-    pending: list[Any] = [given]
+def check_template_options(options: Mapping[str, Any]) -> None:
+    pending: list[Any] = [options]
     for count in itertools.count():
         if not pending:
             break
@@ -98,7 +98,7 @@ def check_template_options(given: Mapping[str, Any]) -> None:
         value = pending.pop()
         pending += value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
     for name in _RESERVED:
-        if name in given:
+        if name in options:
             raise UsageError(
                 f"chat_template_kwargs has {name!r}; the request sets it elsewhere",
                 param="chat_template_kwargs",
@@ -119,7 +119,7 @@ def _reject_unsupported(body: ChatBody) -> None:
 
 def tool_list(tools: list[Object] | None, field: str) -> list[dict[str, Any]]:
     """Return the function tools, without the types that a provider would run itself."""
-    found = []
+    entries = []
     for index, tool in enumerate(tools or ()):
         where = f"{field}[{index}]"
         if tool.get("type", "function") != "function":
@@ -129,7 +129,7 @@ def tool_list(tools: list[Object] | None, field: str) -> list[dict[str, Any]]:
             raise UsageError(
                 f"{where}.function is {function!r}; needs an object with a name", param=f"{where}.function"
             )
-        found.append(
+        entries.append(
             options.function_tool(
                 function.get("name"),
                 function.get("description"),
@@ -138,7 +138,7 @@ def tool_list(tools: list[Object] | None, field: str) -> list[dict[str, Any]]:
                 field=f"{where}.function",
             )
         )
-    return found
+    return entries
 
 
 def _choice(choice: str | Object | None) -> Any:
@@ -256,16 +256,16 @@ class ChatWriter:
 
     def result(self) -> Object:
         choices = [self._choice_of(index, output) for index, output in sorted(self.outputs.items())]
-        found = self._head("chat.completion") | {
+        result = self._head("chat.completion") | {
             "choices": choices,
             "usage": usage_of(list(self.outputs.values()), self.body.n or 1),
         }
         stats = [output.finished.stats for output in self.outputs.values() if output.finished]
         if self.body.bough is not None:
-            found["bough"] = {"stats": outputs.statistics(stats[-1])}
+            result["bough"] = {"stats": outputs.statistics(stats[-1])}
         if self._timings_wanted:
-            found["timings"] = outputs.timings(*stats)
-        return found
+            result["timings"] = outputs.timings(*stats)
+        return result
 
     def _choice_of(self, index: int, output: GeneratedOutput) -> Object:
         message: Object = {"role": "assistant", "content": output.text or None, "refusal": None}
@@ -286,8 +286,8 @@ class ChatWriter:
         reason = output.finished.reason if output.finished else "stop"
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
-    def _logprobs(self, found: list[TokenLogprob] | None) -> Object | None:
-        if found is None or not self.body.logprobs:
+    def _logprobs(self, logprobs: list[TokenLogprob] | None) -> Object | None:
+        if logprobs is None or not self.body.logprobs:
             return None
         token_bytes = self.service.session.tokenizer.token_bytes
 
@@ -299,14 +299,14 @@ class ChatWriter:
 
         content = [
             entry(each.token, each.logprob) | {"top_logprobs": [entry(*pair) for pair in each.top]}
-            for each in found
+            for each in logprobs
         ]
         return {"content": content, "refusal": None}
 
 
-def usage_of(found: list[GeneratedOutput], copies: int) -> Object:
+def usage_of(generated: list[GeneratedOutput], copies: int) -> Object:
     """Sum over all outputs of one request; a prompt is counted once for its `copies` outputs."""
-    stats = [output.finished.stats for output in found if output.finished is not None]
+    stats = [output.finished.stats for output in generated if output.finished is not None]
     if not stats:
         return {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
     prompts = stats[::copies]

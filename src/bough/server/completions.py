@@ -176,24 +176,24 @@ class CompletionWriter:
             choices.append(
                 {"index": index, "text": output.text, "logprobs": logprobs, "finish_reason": reason}
             )
-        found = self._head() | {"choices": choices, "usage": self._usage()}
+        result = self._head() | {"choices": choices, "usage": self._usage()}
         if self._timings_wanted:
             stats = [output.finished.stats for output in self.outputs.values() if output.finished]
-            found["timings"] = outputs.timings(*stats)
-        return found
+            result["timings"] = outputs.timings(*stats)
+        return result
 
-    def _logprobs(self, index: int, found: list[TokenLogprob] | None) -> Object | None:
-        if found is None or self.body.logprobs is None:
+    def _logprobs(self, index: int, logprobs: list[TokenLogprob] | None) -> Object | None:
+        if logprobs is None or self.body.logprobs is None:
             return None
         token_bytes = self.service.session.tokenizer.token_bytes
         offset = self.offsets.get(index, 0)
         columns: Object = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for each in found:
-            text = token_bytes(each.token).decode(errors="replace")
+        for entry in logprobs:
+            text = token_bytes(entry.token).decode(errors="replace")
             columns["tokens"].append(text)
-            columns["token_logprobs"].append(max(each.logprob, -9999.0))
+            columns["token_logprobs"].append(max(entry.logprob, -9999.0))
             columns["top_logprobs"].append(
-                {token_bytes(id).decode(errors="replace"): max(value, -9999.0) for id, value in each.top}
+                {token_bytes(id).decode(errors="replace"): max(value, -9999.0) for id, value in entry.top}
             )
             columns["text_offset"].append(offset)
             offset += len(text)

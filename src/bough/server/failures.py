@@ -100,9 +100,9 @@ def invalid(errors: Sequence[Mapping[str, Any]]) -> Failure:
     field = ".".join(names).replace(".[", "[")
     if deepest["type"] == "missing":
         return Failure(400, f"{field or 'the body'} is missing; needs a value", field or None)
-    wanted = dict.fromkeys(_wanted(each) for each in same if _names(each) == names)
+    types = dict.fromkeys(_wanted(each) for each in same if _names(each) == names)
     seen = _short(deepest.get("input"))
-    return Failure(400, f"{field or 'the body'} is {seen}; {' or '.join(wanted)}", field or None)
+    return Failure(400, f"{field or 'the body'} is {seen}; {' or '.join(types)}", field or None)
 
 
 def unreadable(cause: BaseException | None) -> Failure:

@@ -8,7 +8,6 @@ import hmac
 import json
 import re
 from collections.abc import Mapping
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -77,11 +76,11 @@ class Guard:
             return None
         if scope["path"] in OPEN or scope["method"] == "OPTIONS":
             return None
-        given = _keys(headers)
-        if not given:
+        keys = _keys(headers)
+        if not keys:
             return Failure(401, "a key is needed: Authorization: Bearer KEY", code="invalid_api_key")
         # A list, so that the time does not tell which pair was equal.
-        if not any([_equal(key, right) for key in given for right in self._config.api_keys]):
+        if not any([_equal(key, right) for key in keys for right in self._config.api_keys]):
             return Failure(401, "the key is wrong", code="invalid_api_key")
         scope.get("state", {}).get(TRUST, lambda: None)()
         return None
@@ -89,11 +88,8 @@ class Guard:
     def _allows(self, origin: str, host: str) -> bool:
         if "*" in self._config.cors_origins or origin in self._config.cors_origins:
             return True
-        try:
-            parts = urlsplit(origin)
-            return is_loopback(parts.hostname or "") or parts.netloc == host
-        except ValueError:
-            return False
+        place = origin.partition("://")[2]
+        return bool(place) and (place == host or is_loopback(_host(place)))
 
     async def _read(self, receive: Receive, headers: Headers) -> bytes | Failure | None:
         """Return the whole body; None if the client disconnected while sending it."""
@@ -148,18 +144,18 @@ def _host(value: str) -> str:
 
 def _keys(headers: Headers) -> list[str]:
     """Return the keys from both headers that clients use; browsers send the key as a password."""
-    given = headers.getlist("x-api-key")
+    keys = headers.getlist("x-api-key")
     scheme, _, value = headers.get("authorization", "").replace("\t", " ").partition(" ")
     if scheme.lower() == "bearer":
-        given.append(value.strip())
+        keys.append(value.strip())
     if scheme.lower() == "basic":
         with contextlib.suppress(binascii.Error, ValueError):
-            given.append(base64.b64decode(value, validate=True).decode().partition(":")[2])
-    return given
+            keys.append(base64.b64decode(value, validate=True).decode().partition(":")[2])
+    return keys
 
 
-def _equal(given: str, right: str) -> bool:
-    return hmac.compare_digest(given.encode(), right.encode())
+def _equal(key: str, right: str) -> bool:
+    return hmac.compare_digest(key.encode(), right.encode())
 
 
 def _ask_for_password(scope: Scope, headers: Headers, failure: Failure) -> dict[str, str]:
@@ -172,9 +168,9 @@ def _ask_for_password(scope: Scope, headers: Headers, failure: Failure) -> dict[
 
 async def _refuse(send: Send, failure: Failure, path: str, headers: Mapping[str, str]) -> None:
     body = json.dumps(failure.body(path)).encode()
-    found = {"content-type": "application/json", "content-length": str(len(body))} | failure.headers
+    lines = {"content-type": "application/json", "content-length": str(len(body))} | failure.headers
     await send(
-        {"type": "http.response.start", "status": failure.status, "headers": _raw({**found, **headers})}
+        {"type": "http.response.start", "status": failure.status, "headers": _raw({**lines, **headers})}
     )
     await send({"type": "http.response.body", "body": body})
 
@@ -185,8 +181,8 @@ def _raw(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
 
 def _as_json(scope: Scope) -> Scope:
     """Set the content type to JSON, the only one that is read, whatever the client sent."""
-    kept = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
-    return {**scope, "headers": [*kept, (b"content-type", b"application/json")]}
+    headers = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
+    return {**scope, "headers": [*headers, (b"content-type", b"application/json")]}
 
 
 def _prepared(body: bytes) -> bytes | Failure:

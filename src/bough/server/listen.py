@@ -8,7 +8,7 @@ from bough.config import ServerConfig
 from bough.errors import UsageError
 
 BACKLOG = 512  # connections that the system accepts before the server does
-_LOOPBACK = re.compile(r"localhost|.+\.localhost|127(\.\d{1,3}){3}|\[?::1\]?")
+_LOOPBACK = re.compile(r"([\w-]+\.)*localhost|127(\.\d{1,3}){3}|::1|\[::1\]")
 
 
 def is_loopback(host: str) -> bool:

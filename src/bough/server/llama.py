@@ -53,7 +53,7 @@ def _request(body: LlamaBody, service: Service) -> TextRequest:
     ends = options.ends(fields, service.session.tokenizer.vocab_size, constrained=grammar is not None)
     return TextRequest(
         max_tokens=None if body.n_predict == 0 else options.token_limit(fields, "n_predict", "max_tokens"),
-        sampling=_sampling(body, service.defaults(None)),
+        sampling=_sampling(body, service.defaults(None, raw=True)),
         stop=options.stops(body.stop),
         stop_token_ids=ends.stop_token_ids,
         ignore_eos=ends.ignore_eos,

@@ -82,25 +82,25 @@ class Models:
         self.first.worker.start()
 
     def close(self) -> None:
-        for each in self.residents:
-            each.service.worker.close()
+        for resident in self.residents:
+            resident.service.worker.close()
 
     def cancel_all(self) -> None:
         """Cancel all jobs; requests that wait for a model are refused."""
         self._stopping = True
-        for each in self.residents:
-            each.service.worker.cancel_all()
+        for resident in self.residents:
+            resident.service.worker.cancel_all()
 
     def refuse(self) -> None:
         """Take no more requests; those that wait are refused at once, those that run go on."""
         self._stopping = True
-        for each in self.residents:
-            each.service.worker.refuse()
+        for resident in self.residents:
+            resident.service.worker.refuse()
 
     async def refresh(self) -> None:
         """Bring up to date what is shown of the models in memory."""
-        for each in self.residents:
-            await each.service.worker.refresh()
+        for resident in self.residents:
+            await resident.service.worker.refresh()
 
     @property
     def residents(self) -> tuple[Resident, ...]:
@@ -110,17 +110,17 @@ class Models:
     @property
     def current(self) -> Service:
         """Return the service of the model that was used last."""
-        found = self._residents.get(self._recent.name)
-        if found is None:
+        resident = self._residents.get(self._recent.name)
+        if resident is None:
             raise Unavailable("no model is loaded", "a request loads one", retry_after_s=2)
-        return found.service
+        return resident.service
 
     def named(self, name: str | None) -> ServedModel:
         """Return the model of this name; of another name the one used last, unless names are strict."""
-        found = self._known.get(name or "") or self._known.get((name or "").removesuffix(LATEST))
-        if found is None and name and self._config.strict_model:
+        model = self._known.get(name or "") or self._known.get((name or "").removesuffix(LATEST))
+        if model is None and name and self._config.strict_model:
             raise ModelNotFound(f"there is no model {name!r} here", f"there is {self._names()}")
-        return found or self._recent
+        return model or self._recent
 
     def resident(self, name: str | None) -> Resident | None:
         """Return the model of this name if it is in memory."""
@@ -219,7 +219,9 @@ class Models:
             await asyncio.sleep(POLL_S)
         await asyncio.to_thread(resident.service.worker.close)
         self._leaving.remove(resident)
+        gc.unfreeze()
         gc.collect()  # sessions hold cycles; memory is planned by what is free
+        gc.freeze()
 
     def _forget(self, resident: Resident) -> None:
         """Take a model out of those that requests can reach."""
@@ -229,18 +231,18 @@ class Models:
 
     def health(self) -> tuple[bool, Mapping[str, Any]]:
         """Return whether requests are taken, and the state of the model that was used last."""
-        found = self._residents.get(self._recent.name)
+        resident = self._residents.get(self._recent.name)
         loaded = sum(each.is_loaded for each in self._residents.values())
         counted = {
             "models": loaded,
             "models_max": self._config.models_max,
             "checking": sum(each.service.checks.count for each in self.residents),
         }
-        if found is None:
+        if resident is None:
             return True, {"status": "idle", "progress": 0.0, "waiting": 0, "running": 0, **counted}
-        state = found.service.worker.describe()
-        waiting = state["waiting"] + (found.users if found.is_awaited else 0)
-        taken = state["status"] == "ok" or found.is_awaited
+        state = resident.service.worker.describe()
+        waiting = state["waiting"] + (resident.users if resident.is_awaited else 0)
+        taken = state["status"] == "ok" or resident.is_awaited
         return taken, {**state, "waiting": waiting, **counted}
 
 

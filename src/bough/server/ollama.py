@@ -44,9 +44,9 @@ def generate_request(body: OllamaGenerateBody, service: Service) -> TextRequest:
 
 
 def _request(body: OllamaBody, service: Service, **rest: Any) -> TextRequest:
-    given = body.options
+    settings = body.options
     thinking = _thinking(body.think).otherwise(service.thinking)
-    limit = None if given.num_predict in _NO_LIMIT else given.num_predict
+    limit = None if settings.num_predict in _NO_LIMIT else settings.num_predict
     if limit is not None and limit < 1:
         raise UsageError(
             f"options.num_predict is {limit}; needs at least 1, or -1", param="options.num_predict"
@@ -54,8 +54,8 @@ def _request(body: OllamaBody, service: Service, **rest: Any) -> TextRequest:
     return TextRequest(
         **rest,
         max_tokens=limit,
-        sampling=options.sampling(service.defaults(thinking.on, raw="prompt" in rest), given.__dict__),
-        stop=options.stops(given.stop),
+        sampling=options.sampling(service.defaults(thinking.on, raw="prompt" in rest), settings.__dict__),
+        stop=options.stops(settings.stop),
         **thinking.fields(),
         grammar=_grammar(body.format),
         compress=options.compression({"compress": body.compress}),
@@ -76,17 +76,17 @@ def _grammar(form: str | Object | None) -> Grammar | None:
     return Grammar("json_object", None, "format")
 
 
-def _message(given: Object, index: int) -> Object:
+def _message(entry: Object, index: int) -> Object:
     """Return a message in OpenAI's form."""
-    if given.get("images"):
+    if entry.get("images"):
         field = f"messages[{index}].images"
         raise UsageError(f"{field} is set; the model reads text only", param=field)
-    message = {name: given[name] for name in ("role", "content") if name in given}
-    if given.get("thinking"):
-        message["reasoning_content"] = given["thinking"]
-    if given.get("tool_name"):
-        message["name"] = given["tool_name"]
-    calls = given.get("tool_calls")
+    message = {name: entry[name] for name in ("role", "content") if name in entry}
+    if entry.get("thinking"):
+        message["reasoning_content"] = entry["thinking"]
+    if entry.get("tool_name"):
+        message["name"] = entry["tool_name"]
+    calls = entry.get("tool_calls")
     if isinstance(calls, list) and calls:
         message["tool_calls"] = [
             _call(each, f"messages[{index}].tool_calls[{at}]") for at, each in enumerate(calls)
@@ -94,8 +94,8 @@ def _message(given: Object, index: int) -> Object:
     return message
 
 
-def _call(given: Any, where: str) -> Object:
-    function = given.get("function") if isinstance(given, Mapping) else None
+def _call(call: Any, where: str) -> Object:
+    function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         raise UsageError(
             f"{where}.function is {function!r}; needs a name and arguments", param=f"{where}.function"
@@ -197,8 +197,8 @@ class About:
     def show(self, name: str | None) -> Object:
         model = self.models.named(name)
         resident = self.models.resident(model.name)
-        found = _facts(resident)
-        family, info = found.get("architecture", ""), {}
+        facts = _facts(resident)
+        family, info = facts.get("architecture", ""), {}
         abilities = ["completion", "tools"]
         if resident is not None:
             service = resident.service
@@ -235,18 +235,18 @@ class About:
         }
 
     def _loaded(self, resident: Resident) -> Object:
-        worker, found = resident.service.worker, _facts(resident)
-        size = found.get("memory_bytes", 0)
+        worker, facts = resident.service.worker, _facts(resident)
+        size = facts.get("memory_bytes", 0)
         state = {name: worker.describe()[name] for name in ("status", "progress", "running", "waiting")}
         return {
             **self._model(resident.model, resident),
             "size": size,
-            "size_vram": size if "cuda" in found.get("device", "") else 0,
+            "size_vram": size if "cuda" in facts.get("device", "") else 0,
             "context_length": resident.service.session.max_ctx if worker.state is State.ready else 0,
             "expires_at": NEVER,
             **state,
-            "device": found.get("device", ""),
-            "warnings": found.get("warnings", []),
+            "device": facts.get("device", ""),
+            "warnings": facts.get("warnings", []),
         }
 
 

@@ -58,41 +58,41 @@ def sampling(
     defaults: SamplingParams, fields: Mapping[str, Any], *, logprobs: int | None = None
 ) -> SamplingParams:
     """Return the request's fields over the defaults."""
-    given = {name: fields[name] for name in _SAMPLING if fields.get(name) is not None}
+    values = {name: fields[name] for name in _SAMPLING if fields.get(name) is not None}
     repeat = fields.get("repeat_penalty")
-    if repeat is not None and given.setdefault("repetition_penalty", repeat) != repeat:
+    if repeat is not None and values.setdefault("repetition_penalty", repeat) != repeat:
         raise UsageError(
-            f"repeat_penalty is {repeat}, repetition_penalty {given['repetition_penalty']}; needs one",
+            f"repeat_penalty is {repeat}, repetition_penalty {values['repetition_penalty']}; needs one",
             param="repeat_penalty",
         )
-    if "seed" in given:
-        given["seed"] %= 2**64  # clients send any integer
-    if given.get("top_k", 0) == -1:  # some clients' value for no limit
-        given["top_k"] = 0
-    if "top_k" in given:
-        given["top_k"] = min(given["top_k"], MAX_COUNT)
-    if given.get("top_p") == 0:  # only the likeliest token
-        given["top_p"] = 1e-9
-    return replace(defaults, **given, logit_bias=_biases(fields.get("logit_bias")), logprobs=logprobs)
+    if "seed" in values:
+        values["seed"] %= 2**64  # clients send any integer
+    if values.get("top_k", 0) == -1:  # some clients' value for no limit
+        values["top_k"] = 0
+    if "top_k" in values:
+        values["top_k"] = min(values["top_k"], MAX_COUNT)
+    if values.get("top_p") == 0:  # only the likeliest token
+        values["top_p"] = 1e-9
+    return replace(defaults, **values, logit_bias=_biases(fields.get("logit_bias")), logprobs=logprobs)
 
 
-def _biases(given: Mapping[str, float] | None) -> dict[int, float]:
-    wrong = [name for name in given or {} if not re.fullmatch("[0-9]{1,9}", name)]
+def _biases(biases: Mapping[str, float] | None) -> dict[int, float]:
+    wrong = [name for name in biases or {} if not re.fullmatch("[0-9]{1,9}", name)]
     if wrong:
         raise UsageError(f"logit_bias has the key {wrong[0]!r}; needs token ids", param="logit_bias")
-    for name, value in (given or {}).items():
+    for name, value in (biases or {}).items():
         if not -MAX_BIAS <= value <= MAX_BIAS:
             raise UsageError(
                 f"logit_bias is {value} for the token {name}; needs -{MAX_BIAS} to {MAX_BIAS}",
                 param="logit_bias",
             )
-    return {int(name): value for name, value in (given or {}).items()}
+    return {int(name): value for name, value in (biases or {}).items()}
 
 
-def continues(messages: Sequence[Mapping[str, Any]], given: bool | None = None) -> bool:
+def continues(messages: Sequence[Mapping[str, Any]], value: bool | None = None) -> bool:
     """Return whether the answer continues the last message: by default if it is the assistant's text."""
-    if given is not None:
-        return given
+    if value is not None:
+        return value
     # A conversation of the assistant's message alone is left to the template, which may refuse it.
     return (
         len(messages) > 1 and messages[-1].get("role") == "assistant" and not messages[-1].get("tool_calls")
@@ -117,8 +117,8 @@ def token_limit(fields: Mapping[str, Any], *names: str) -> int | None:
     return None
 
 
-def stops(given: str | Sequence[str] | None) -> list[str]:
-    return [text for text in ([given] if isinstance(given, str) else given or []) if text]
+def stops(texts: str | Sequence[str] | None) -> list[str]:
+    return [text for text in ([texts] if isinstance(texts, str) else texts or []) if text]
 
 
 def effort(value: Any, field: str) -> Thinking:
@@ -147,8 +147,8 @@ def thinking_switch(fields: Mapping[str, Any]) -> Thinking:
 
 def answer_grammar(fields: Mapping[str, Any]) -> Grammar | None:
     """Return the grammar that a chat or text completion asks for, in any server's dialect."""
-    given = [name for name in _GRAMMARS if fields.get(name) is not None]
-    grammars = [(name, grammar) for name in given if (grammar := _GRAMMARS[name](fields[name], name))]
+    present = [name for name in _GRAMMARS if fields.get(name) is not None]
+    grammars = [(name, grammar) for name in present if (grammar := _GRAMMARS[name](fields[name], name))]
     if len(grammars) > 1:
         names = " and ".join(name for name, _ in grammars)
         raise UsageError(f"{names} are both set; needs one of them", param=grammars[1][0])
@@ -182,11 +182,11 @@ def format_grammar(form: Any, field: str) -> Grammar | None:
     )
 
 
-def structured_grammar(given: Mapping[str, Any] | None, field: str) -> Grammar | None:
+def structured_grammar(form: Mapping[str, Any] | None, field: str) -> Grammar | None:
     """`structured_outputs`: exactly one of json, json_object, regex, choice, grammar."""
     kinds = {
         name: value
-        for name, value in (given or {}).items()
+        for name, value in (form or {}).items()
         if value is not None and value is not False and name not in _STRUCTURED_IGNORED
     }
     if not kinds:
@@ -278,20 +278,20 @@ def reject_constraints(extras: Mapping[str, Any], instead: str) -> None:
 
 def compression(fields: Mapping[str, Any]) -> CompressOptions | None:
     """Return the request's own settings of compression: a switch, a mode, or an object."""
-    given = fields.get("compress")
-    if given is None:
+    value = fields.get("compress")
+    if value is None:
         return None
-    if isinstance(given, bool):
-        given = {"mode": "on" if given else "off"}
-    elif isinstance(given, str):
-        given = {"mode": given}
-    for name in given:
+    if isinstance(value, bool):
+        value = {"mode": "on" if value else "off"}
+    elif isinstance(value, str):
+        value = {"mode": value}
+    for name in value:
         if name not in ("mode", "above", "to", "query", "keep"):
             raise UsageError(
                 f"compress has the key {name!r}; needs mode, above, to, query or keep",
                 param=f"compress.{name}",
             )
-    mode, query, keep = given.get("mode"), given.get("query", ""), given.get("keep", [])
+    mode, query, keep = value.get("mode"), value.get("query", ""), value.get("keep", [])
     if mode not in (None, "off", "auto", "on"):
         raise UsageError(f"compress.mode is {mode!r}; needs off, auto or on", param="compress.mode")
     if not isinstance(query, str):
@@ -300,7 +300,7 @@ def compression(fields: Mapping[str, Any]) -> CompressOptions | None:
         raise UsageError(
             f"compress.keep is {keep!r}; needs a list of texts or numbers of messages", param="compress.keep"
         )
-    above, to = (_amount(given.get(name), f"compress.{name}") for name in ("above", "to"))
+    above, to = (_amount(value.get(name), f"compress.{name}") for name in ("above", "to"))
     return CompressOptions(mode, None if above is None else int(above), to, query, tuple(keep))
 
 
@@ -381,24 +381,24 @@ def function_tool(
     return {"type": "function", "function": function}
 
 
-def allowed_tools(given: Any, tools: Sequence[Mapping[str, Any]], field: str) -> frozenset[str] | None:
+def allowed_tools(entries: Any, tools: Sequence[Mapping[str, Any]], field: str) -> frozenset[str] | None:
     """Return the names in `given`, the list of an `allowed_tools` choice."""
-    if given is None:
+    if entries is None:
         return None
     names = {tool["function"]["name"] for tool in tools}
-    if not isinstance(given, list) or not given:
-        raise UsageError(f"{field} is {given!r}; needs a list of tools", param=field)
-    found: set[str] = set()
-    for index, each in enumerate(given):
-        inner = each.get("function", each) if isinstance(each, Mapping) else {}
+    if not isinstance(entries, list) or not entries:
+        raise UsageError(f"{field} is {entries!r}; needs a list of tools", param=field)
+    allowed: set[str] = set()
+    for index, entry in enumerate(entries):
+        inner = entry.get("function", entry) if isinstance(entry, Mapping) else {}
         name = inner.get("name") if isinstance(inner, Mapping) else None
         if not isinstance(name, str) or name not in names:
             raise UsageError(
                 f"{field}[{index}] names {name!r}; tools has {', '.join(sorted(names)) or 'none'}",
                 param=f"{field}[{index}]",
             )
-        found.add(name)
-    return frozenset(found)
+        allowed.add(name)
+    return frozenset(allowed)
 
 
 def chosen_name(name: Any, field: str) -> str:

@@ -34,8 +34,8 @@ def approximate(*outputs: RequestStats) -> dict[str, Any]:
 
 def compression(*prompts: RequestStats) -> dict[str, Any]:
     """Return what compression did to the last of the prompts; empty where it was not asked for."""
-    found = prompts[-1].compression_dict() if prompts else {}
-    return {"compression": found} if found else {}
+    facts = prompts[-1].compression_dict() if prompts else {}
+    return {"compression": facts} if facts else {}
 
 
 def reused(*outputs: RequestStats) -> dict[str, Any]:
@@ -47,13 +47,13 @@ def statistics(stats: RequestStats) -> dict[str, Any]:
     return stats.as_dict() | {"tok_s": stats.decode_tok_s}
 
 
-def timings(*found: RequestStats) -> dict[str, Any]:
+def timings(*request_stats: RequestStats) -> dict[str, Any]:
     """Return llama.cpp's timings object over all outputs of a request."""
-    cached = sum(stats.cached_tokens for stats in found)
-    prompt = sum(stats.prompt_tokens for stats in found) - cached
-    prompt_ms = 1000 * sum(stats.ttft_s for stats in found)
-    predicted = sum(stats.generated_tokens for stats in found)
-    predicted_ms = 1000 * sum(stats.decode_s for stats in found)
+    cached = sum(stats.cached_tokens for stats in request_stats)
+    prompt = sum(stats.prompt_tokens for stats in request_stats) - cached
+    prompt_ms = 1000 * sum(stats.ttft_s for stats in request_stats)
+    predicted = sum(stats.generated_tokens for stats in request_stats)
+    predicted_ms = 1000 * sum(stats.decode_s for stats in request_stats)
     return {
         "cache_n": cached,
         "prompt_n": prompt,
@@ -64,8 +64,8 @@ def timings(*found: RequestStats) -> dict[str, Any]:
         "predicted_ms": predicted_ms,
         "predicted_per_token_ms": predicted_ms / predicted if predicted else 0.0,
         "predicted_per_second": 1000 * predicted / predicted_ms if predicted_ms else 0.0,
-        "draft_n": sum(stats.verified_rows - stats.steps for stats in found),
-        "draft_n_accepted": sum(sum(stats.accepted_by_position) for stats in found),
+        "draft_n": sum(stats.verified_rows - stats.steps for stats in request_stats),
+        "draft_n_accepted": sum(sum(stats.accepted_by_position) for stats in request_stats),
     }
 
 

@@ -17,8 +17,8 @@ T = TypeVar("T", bound=BaseModel)
 
 def to_request(body: PrefillBody, service: Service, headers: Mapping[str, str]) -> TextRequest:
     """Return the request whose beginning is there, by the protocol that has its fields."""
-    given = body.model_dump(exclude_unset=True) | body.extras
-    texts = [name for name in ("messages", "prompt", "input") if given.get(name) is not None]
+    fields = body.model_dump(exclude_unset=True) | body.extras
+    texts = [name for name in ("messages", "prompt", "input") if fields.get(name) is not None]
     if len(texts) != 1:
         seen = " and ".join(texts) or "none"
         raise UsageError(
@@ -26,17 +26,17 @@ def to_request(body: PrefillBody, service: Service, headers: Mapping[str, str]) 
         )
     match texts[0]:
         case "input":
-            return responses.to_request(_body(ResponsesBody, given), service)
+            return responses.to_request(_body(ResponsesBody, fields), service)
         case "prompt":
-            return completions.to_requests(_body(CompletionBody, given), service)[0]
-        case _ if "system" in given or "anthropic-version" in headers:
-            return anthropic.to_request(_body(MessagesBody, given), service)
-    return chat.to_requests(_body(ChatBody, given), service)[0]
+            return completions.to_requests(_body(CompletionBody, fields), service)[0]
+        case _ if "system" in fields or "anthropic-version" in headers:
+            return anthropic.to_request(_body(MessagesBody, fields), service)
+    return chat.to_requests(_body(ChatBody, fields), service)[0]
 
 
-def _body(kind: type[T], given: Mapping[str, Any]) -> T:
+def _body(kind: type[T], fields: Mapping[str, Any]) -> T:
     try:
-        return kind.model_validate(given)
+        return kind.model_validate(fields)
     except ValidationError as error:
-        found = [{**each, "loc": ("body", *each["loc"])} for each in error.errors()]
-        raise RequestValidationError(found) from error
+        errors = [{**each, "loc": ("body", *each["loc"])} for each in error.errors()]
+        raise RequestValidationError(errors) from error

@@ -64,22 +64,22 @@ def _thinking(reasoning: Mapping[str, Any] | None) -> Thinking:
 
 def tool_list(tools: list[Object] | None) -> list[dict[str, Any]]:
     """Return functions and free-text tools, without the types that a provider would run itself."""
-    found = []
+    entries = []
     for index, tool in enumerate(tools or ()):
         where = f"tools[{index}]"
         name, description = tool.get("name"), tool.get("description")
         match tool.get("type"):
             case "function":
-                found.append(
+                entries.append(
                     options.function_tool(
                         name, description, tool.get("parameters"), tool.get("strict"), field=where
                     )
                 )
             case "custom":
-                found.append(options.function_tool(name, description, _FREE_TEXT_SCHEMA, field=where))
+                entries.append(options.function_tool(name, description, _FREE_TEXT_SCHEMA, field=where))
             case "namespace":
-                found += tool_list(_members(tool))
-    return found
+                entries += tool_list(_members(tool))
+    return entries
 
 
 def free_text_tools(tools: list[Object] | None) -> set[str]:
@@ -102,8 +102,8 @@ def _groups(tools: list[Object] | None) -> list[Object]:
 
 
 def _members(group: Object) -> list[Object]:
-    found = group.get("tools")
-    return [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
+    members = group.get("tools")
+    return [each for each in members if isinstance(each, dict)] if isinstance(members, list) else []
 
 
 def _choice(choice: str | Object | None) -> Any:
@@ -112,8 +112,8 @@ def _choice(choice: str | Object | None) -> Any:
     kind = choice.get("type")
     if kind in ("function", "custom"):
         inner = choice.get("function")  # as the chat protocol has it, which some clients send here
-        given = inner.get("name") if isinstance(inner, Mapping) else choice.get("name")
-        return options.chosen_name(given, "tool_choice.name")
+        name = inner.get("name") if isinstance(inner, Mapping) else choice.get("name")
+        return options.chosen_name(name, "tool_choice.name")
     if kind == "allowed_tools":
         return choice.get("mode", "auto")
     raise UsageError(
@@ -257,9 +257,9 @@ class ResponsesWriter:
     def _delta(self, block: OutputBlock, text: str, logprobs: list[TokenLogprob] | None) -> bytes:
         match block.kind:
             case "text":
-                found = self._logprobs(logprobs)
+                entries = self._logprobs(logprobs)
                 return self._send(
-                    "response.output_text.delta", **self._content_ref(block), delta=text, logprobs=found
+                    "response.output_text.delta", **self._content_ref(block), delta=text, logprobs=entries
                 )
             case "reasoning":
                 return self._send("response.reasoning_text.delta", **self._content_ref(block), delta=text)
@@ -342,7 +342,7 @@ class ResponsesWriter:
             called["namespace"] = group
         return called | {"type": "function_call", "arguments": block.text if done else ""}
 
-    def _logprobs(self, found: list[TokenLogprob] | None) -> list[Object]:
+    def _logprobs(self, logprobs: list[TokenLogprob] | None) -> list[Object]:
         token_bytes = self.service.session.tokenizer.token_bytes
 
         def entry(id: int, logprob: float) -> Object:
@@ -355,7 +355,7 @@ class ResponsesWriter:
 
         return [
             entry(each.token, each.logprob) | {"top_logprobs": [entry(*pair) for pair in each.top]}
-            for each in found or ()
+            for each in logprobs or ()
         ]
 
     def end(self) -> bytes:

@@ -20,16 +20,16 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _check_json(cls, given: Any) -> Any:
+    def _check_json(cls, document: Any) -> Any:
         """Reject values that Python's parser accepts but JSON cannot represent: responses echo them."""
-        for name, value in given.items() if isinstance(given, dict) else ():
+        for name, value in document.items() if isinstance(document, dict) else ():
             if isinstance(value, dict | list):
                 # Unknown fields are neither used nor returned.
                 if name not in cls.model_fields and len(value) > MAX_UNKNOWN:
                     continue
                 _check_length(value, name)
                 _check(value, name, MAX_NESTING)
-        return given
+        return document
 
     @property
     def extras(self) -> Object:
@@ -51,8 +51,8 @@ def _check(value: Any, name: str, depth: int) -> None:
     if isinstance(value, dict | list):
         if not depth:
             raise UsageError(f"{name} has more than {MAX_NESTING} levels of nested objects", param=name)
-        for each in value.values() if isinstance(value, dict) else value:
-            _check(each, name, depth - 1)
+        for part in value.values() if isinstance(value, dict) else value:
+            _check(part, name, depth - 1)
 
 
 COMPRESS = "Read less of a long prompt: off, auto, on, or an object with mode, above, to, query and keep."

@@ -72,9 +72,9 @@ class Service:
 
     def sampling_facts(self) -> dict[str, Any]:
         """Return the sampling defaults, for /props."""
-        found = self.defaults(self.config.thinking)
+        values = self.defaults(self.config.thinking)
         names = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "repetition_penalty")
-        return {name: getattr(found, name) for name in names}
+        return {name: getattr(values, name) for name in names}
 
     async def encode(self, request: Request, prompt: TextRequest) -> list[int]:
         """Return the prompt's tokens, found in a thread."""
@@ -83,12 +83,12 @@ class Service:
             return await unless_gone(request, self.checks.run("plain", self.session.encode, prompt))
 
     async def _checked(
-        self, request: Request, given: list[TextRequest], *, streamed: bool
+        self, request: Request, requests: list[TextRequest], *, streamed: bool
     ) -> list[TextRequest]:
         """Return the requests with their prompts encoded, in a thread."""
         with _until_gone() as gone:
             limit, affinity = self.config.max_tokens, _affinity(request)
-            given = [
+            requests = [
                 replace(
                     each,
                     cancelled=gone.is_set,
@@ -96,17 +96,17 @@ class Service:
                     affinity=affinity,
                     streamed=streamed,
                 )
-                for each in given
+                for each in requests
             ]
-            return await unless_gone(request, self._check_in_thread(given))
+            return await unless_gone(request, self._check_in_thread(requests))
 
-    async def _check_in_thread(self, given: list[TextRequest]) -> list[TextRequest]:
+    async def _check_in_thread(self, requests: list[TextRequest]) -> list[TextRequest]:
         """Return the checked requests; a grammar or a model that scores keeps none of the others waiting."""
         session = self.session
-        if await self.checks.run("plain", lambda: any(session.scores(each) for each in given)):
-            return await self.checks.run("scored", _checked_requests, session, given)
-        kind = "constrained" if any(each.constrained for each in given) else "plain"
-        return await self.checks.run(kind, _checked_requests, session, given)
+        if await self.checks.run("plain", lambda: any(session.scores(each) for each in requests)):
+            return await self.checks.run("scored", _checked_requests, session, requests)
+        kind = "constrained" if any(each.constrained for each in requests) else "plain"
+        return await self.checks.run(kind, _checked_requests, session, requests)
 
     async def respond(
         self,
@@ -148,11 +148,13 @@ class Service:
             lambda: writer.failure(failure_of(stopping())),
         )
 
-    async def prefill(self, request: Request, wanted: TextRequest, lifetime_s: float) -> dict[str, Any]:
+    async def prefill(
+        self, request: Request, prefill_request: TextRequest, lifetime_s: float
+    ) -> dict[str, Any]:
         """Process the beginning of a request for a later one; return how far that came in its lifetime."""
         self.worker.check_room(prefill_only=True)
-        wanted = replace(wanted, prefill_for_s=lifetime_s, max_tokens=None)
-        checked = await self._checked(request, [wanted], streamed=False)
+        prefill_request = replace(prefill_request, prefill_for_s=lifetime_s, max_tokens=None)
+        checked = await self._checked(request, [prefill_request], streamed=False)
         job = self.worker.submit(*checked, label=f"req_{secrets.token_hex(8)} {request.url.path}")
         complete = False
         try:
@@ -192,14 +194,14 @@ def _until_gone() -> Generator[threading.Event]:
 
 def _checked_requests(session: TextReader, requests: list[TextRequest]) -> list[TextRequest]:
     """Return the requests with their prompts encoded, once for the choices of one prompt."""
-    found: list[TextRequest] = []
+    checked: list[TextRequest] = []
     for request in requests:
-        last = found[-1] if found else None
+        last = checked[-1] if checked else None
         if last is not None and request.messages is last.messages and request.prompt is last.prompt:
-            found.append(replace(request, encoded=last.encoded))
+            checked.append(replace(request, encoded=last.encoded))
         else:
-            found.append(session.check(request))
-    return found
+            checked.append(session.check(request))
+    return checked
 
 
 async def _collect(job: Job, writer: Writer) -> None:

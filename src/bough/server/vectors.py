@@ -37,8 +37,8 @@ def rerank_requests(body: RerankBody) -> list[TextRequest]:
 
 def _documents(body: RerankBody) -> list[str]:
     texts = []
-    for index, each in enumerate(body.documents):
-        text = each if isinstance(each, str) else each.get("text")
+    for index, document in enumerate(body.documents):
+        text = document if isinstance(document, str) else document.get("text")
         if not isinstance(text, str):
             where = f"documents[{index}]"
             raise UsageError(f"{where} has no text; needs a string, or an object with one", param=where)

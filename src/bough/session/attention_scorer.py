@@ -105,14 +105,14 @@ class AttentionScorer:
                 )
                 prepare(decoder.layouts, device)
                 ahead.wait()
-        made = cls(decoder, tokenizer, template, name=path.stem)
+        scorer = cls(decoder, tokenizer, template, name=path.stem)
         if device.type == "cuda":
             # Libraries load their own kernels at their first use. The memory is the target's.
-            made.rehearse()
-            made._blanks([0])
+            scorer.rehearse()
+            scorer._blanks([0])
             torch.cuda.synchronize(device)
             torch.cuda.empty_cache()
-        return made
+        return scorer
 
     @torch.inference_mode()
     def rehearse(self) -> None:
@@ -151,8 +151,8 @@ class AttentionScorer:
     def _encoded(self, units: Sequence[str]) -> tuple[list[int], list[int]]:
         """Return the tokens of all units and how many each has; those of the last text are remembered."""
         if self._last is None or self._last[0] != units:
-            found = self.tokenizer.encode_all(units)
-            self._last = units, list(chain.from_iterable(found)), [len(each) for each in found]
+            encoded = self.tokenizer.encode_all(units)
+            self._last = units, list(chain.from_iterable(encoded)), [len(each) for each in encoded]
         return self._last[1:]
 
     @cached_property
@@ -167,12 +167,12 @@ class AttentionScorer:
         total = sum(lengths)
         if max(lengths, default=0) > room:
             raise ScoringFailed(f"a unit has more tokens than the {self._limit} that {self.name} reads")
-        count, found = -(-total // room), []
+        count, windows = -(-total // room), []
         # Whole units may need a window more. Not a short one at the end: its tokens would get more attention.
-        while not found or len(found) > max(1, count):
-            count = max(count, len(found))
-            found = _packed(lengths, room=room, share=-(-total // max(1, count)))
-        return found
+        while not windows or len(windows) > max(1, count):
+            count = max(count, len(windows))
+            windows = _packed(lengths, room=room, share=-(-total // max(1, count)))
+        return windows
 
     def _window(self, ids: Sequence[int], asked: Sequence[tuple[float, list[int]]]) -> Tensor:
         """Return the attention [1 + neutral questions, N] that these tokens get."""
@@ -186,9 +186,9 @@ class AttentionScorer:
 
     def _blanks(self, ids: Sequence[int]) -> Tensor:
         """Return [N] bool: tokens of a window whose attention says nothing."""
-        found = self._blank[torch.tensor(ids, dtype=torch.int64)]
-        found[:SINKS] = True
-        return found
+        blanks = self._blank[torch.tensor(ids, dtype=torch.int64)]
+        blanks[:SINKS] = True
+        return blanks
 
     def _read(self, tokens: list[int]) -> None:
         """Bring the state to exactly these tokens; what it has in common with them is not read again."""
@@ -226,11 +226,11 @@ class AttentionScorer:
         states.reserve(0, len(tokens))
         row = on_device([tokens], self._decoder.device)
         step = Step.chunk(self._slots, row, states.buffers.lengths[self._slots], span=end)
-        found = self._decoder.heads(step, states.buffers, queries=queries)
-        for held, heads in zip(self._keys, found, strict=True):
+        attention = self._decoder.heads(step, states.buffers, queries=queries)
+        for held, heads in zip(self._keys, attention, strict=True):
             held[begin:end] = heads.keys
         states.advance(step, [0])
-        return [heads.queries for heads in found if heads.queries is not None]
+        return [heads.queries for heads in attention if heads.queries is not None]
 
     def _shorten(self, length: int) -> None:
         if length == 0:
@@ -264,13 +264,13 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
 
 def _packed(lengths: Sequence[int], *, room: int, share: int) -> list[tuple[int, int]]:
     """Return runs of whole units that have `share` tokens or a unit more, and at most `room`."""
-    found, start, end = [], 0, 0
+    groups, start, end = [], 0, 0
     for length in lengths:
         if end > start and (end + length - start > room or end - start >= share):
-            found.append((start, end))
+            groups.append((start, end))
             start = end
         end += length
-    return [*found, (start, end)]
+    return [*groups, (start, end)]
 
 
 def _split(masses: Tensor) -> Tensor:

@@ -1,17 +1,12 @@
 """The output of one request, collected from its events: for Python, the server's protocols and benchmarks."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from bough.session.requests import (
-    Finished,
-    Reasoning,
-    SessionEvent,
-    Text,
-    TokenLogprob,
-    ToolArguments,
-    ToolCall,
-)
+from bough.session.events import Finished, Reasoning, SessionEvent, Text, ToolArguments, ToolCall
+
+if TYPE_CHECKING:
+    from bough.engine.sampler import TokenLogprob
 
 
 @dataclass(slots=True)
@@ -22,7 +17,7 @@ class OutputBlock:
     text: str = ""
     id: str = ""
     name: str = ""
-    logprobs: list[TokenLogprob] = field(default_factory=list)
+    logprobs: list["TokenLogprob"] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -49,7 +44,7 @@ class GeneratedOutput:
         return None, False
 
     def _append(
-        self, kind: Literal["reasoning", "text"], text: str, logprobs: list[TokenLogprob] | None
+        self, kind: Literal["reasoning", "text"], text: str, logprobs: list["TokenLogprob"] | None
     ) -> tuple[OutputBlock, bool]:
         fresh = not self.blocks or self.blocks[-1].kind != kind
         if fresh:
@@ -72,5 +67,5 @@ class GeneratedOutput:
         return [block for block in self.blocks if block.kind == "call"]
 
     @property
-    def logprobs(self) -> list[TokenLogprob]:
+    def logprobs(self) -> list["TokenLogprob"]:
         return [each for block in self.blocks if block.kind == "text" for each in block.logprobs]

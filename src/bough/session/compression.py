@@ -60,19 +60,19 @@ class PromptCompression:
 
     def wanted(self, request: TextRequest) -> Wanted:
         """Return the request's own settings over the configured ones."""
-        config, own = self._config, request.compress
-        wanted = Wanted(mode=config.mode, above=config.above, to=config.to)
-        if own is not None:
-            given = {"mode": own.mode or "on", "above": own.above, "to": own.to}
-            given = {name: value for name, value in given.items() if value is not None}
-            wanted = replace(wanted, query=own.query, keep=own.keep, **given)
-        if not _long(request, wanted.above):
-            return replace(wanted, mode="off")
-        if wanted.mode == "auto" and request.grammar is not None:
-            return replace(wanted, exact="the answer has a grammar")
-        if wanted.mode == "auto" and request.tool_choice not in ("auto", "none"):
-            return replace(wanted, exact="the answer has to call a tool")
-        return wanted
+        config, options = self._config, request.compress
+        settings = Wanted(mode=config.mode, above=config.above, to=config.to)
+        if options is not None:
+            changes = {"mode": options.mode or "on", "above": options.above, "to": options.to}
+            changes = {name: value for name, value in changes.items() if value is not None}
+            settings = replace(settings, query=options.query, keep=options.keep, **changes)
+        if not _long(request, settings.above):
+            return replace(settings, mode="off")
+        if settings.mode == "auto" and request.grammar is not None:
+            return replace(settings, exact="the answer has a grammar")
+        if settings.mode == "auto" and request.tool_choice not in ("auto", "none"):
+            return replace(settings, exact="the answer has to call a tool")
+        return settings
 
     def deferred(self, request: TextRequest) -> bool:
         """Return whether only the engine's thread may encode the request: its scorer uses the device."""
@@ -84,10 +84,10 @@ class PromptCompression:
 
     def check_read_whole(self, request: TextRequest, tokens: int) -> None:
         """Raise if a request with a prompt of at least this length would be compressed."""
-        wanted = self.wanted(request)
-        if wanted.mode != "off" and tokens > wanted.above:
+        settings = self.wanted(request)
+        if settings.mode != "off" and tokens > settings.above:
             raise UsageError(
-                f"the prompt has {tokens} tokens and would be compressed above {wanted.above}:"
+                f"the prompt has {tokens} tokens and would be compressed above {settings.above}:"
                 " what is read ahead would not be used",
                 "set `compress` to off in this request and the next",
                 param="compress",
@@ -95,28 +95,28 @@ class PromptCompression:
 
     def encode(self, request: TextRequest, limit: EncodeLimit | None) -> Prompt:
         """Return the request's prompt, compressed if it is wanted."""
-        wanted = self.wanted(request)
-        if wanted.mode == "off":
+        settings = self.wanted(request)
+        if settings.mode == "off":
             return self._prompts.encode(request, limit)
         encoded = _Encoded(self._prompts, request)
-        found = self._compress(request, wanted, encoded.measure)
-        if found is None or not found.documents:
+        result = self._compress(request, settings, encoded.measure)
+        if result is None or not result.documents:
             prompt = encoded.within(_messages(request), limit)
         else:
-            prompt = encoded.within(found.messages, limit)
-        if found is None:
+            prompt = encoded.within(result.messages, limit)
+        if result is None:
             return prompt
-        kept = len(prompt.ids)
-        sent = found.report.sent_tokens if found.documents else kept
-        report = replace(found.report, sent_tokens=sent, kept_tokens=kept)
-        return replace(prompt, compressed=replace(found, report=report))
+        tokens = len(prompt.ids)
+        sent = result.report.sent_tokens if result.documents else tokens
+        report = replace(result.report, sent_tokens=sent, kept_tokens=tokens)
+        return replace(prompt, compressed=replace(result, report=report))
 
-    def _compress(self, request: TextRequest, wanted: Wanted, measure: Measure) -> Compressed | None:
+    def _compress(self, request: TextRequest, settings: Wanted, measure: Measure) -> Compressed | None:
         """Return the compressed conversation; whatever goes wrong, the prompt is read exactly."""
         messages = _messages(request)
         try:
             with self._lock, nullcontext() if self._scores_long else _no_collection():
-                return self._compressor.compress(messages, wanted, measure, request.cancelled)
+                return self._compressor.compress(messages, settings, measure, request.cancelled)
         except (UsageError, TemplateFailed, Cancelled):
             raise  # the request is refused, or has no client, whatever is done to its prompt
         except Exception as error:

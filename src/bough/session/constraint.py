@@ -83,35 +83,35 @@ class TokenConstraint:
 
     def masks(self, tokens: Sequence[int], parents: Sequence[int]) -> list[Mask | None]:
         """Return each row's mask, None for any token; row 0, the root, is the last committed token."""
-        found: list[Mask | None] = [None] * len(tokens)
+        masks: list[Mask | None] = [None] * len(tokens)
 
         def visit(row: int, state: _State) -> None:
-            found[row] = self._mask(state)
+            masks[row] = self._mask(state)
 
         self._traverse(tokens, parents, visit)
-        return found
+        return masks
 
     def kept(self, tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
         """Return the rows of a tree that can be accepted, in order."""
-        found: list[int] = []
-        self._traverse(tokens, parents, lambda row, state: found.append(row))
-        return sorted(found)
+        rows: list[int] = []
+        self._traverse(tokens, parents, lambda row, state: rows.append(row))
+        return sorted(rows)
 
     def forced(self, limit: int) -> list[int]:
         """Return tokens of the only text that can follow, which may be tokenised differently."""
-        found: list[int] = []
+        tokens: list[int] = []
         moved: list[Matcher | LoopFinder] = []
         state: _State | None = self._state
         while state is not None:
-            for token in self._forced_in(state)[: limit - len(found)] or [None]:
+            for token in self._forced_in(state)[: limit - len(tokens)] or [None]:
                 state, matcher = self._next(state, token) if state and token is not None else (None, None)
                 if matcher is not None:
                     moved.append(matcher)
                 if state is not None and token is not None:
-                    found.append(token)
+                    tokens.append(token)
         for matcher in reversed(moved):
             matcher.back()
-        return found
+        return tokens
 
     def _forced_in(self, state: _State) -> list[int]:
         spec = self.spec

@@ -16,7 +16,7 @@ from bough.engine.runner import StepTimes
 from bough.engine.sequence import Limits
 from bough.errors import BadGGUF, UsageError
 from bough.gguf.reader import GGUFFile
-from bough.hub.catalog import Card, recognise
+from bough.hub.catalog import ModelCard, recognise
 from bough.hub.recommended import recommended
 from bough.kernels.native import INT8, INT16, Library
 from bough.kernels.runtime import backends
@@ -28,6 +28,7 @@ from bough.memory.device import (
     device_name,
     limit_allocator,
     pick_device,
+    unused_gpu,
 )
 from bough.memory.estimate import compute_dtype, draft_quant, uses_mtp
 from bough.memory.planner import MemoryPlan, plan_memory
@@ -100,6 +101,8 @@ def _loaded(
     phases = Phases()
     device = pick_device(config.device)
     check_triton(device)
+    if config.device == "auto" and (reason := unused_gpu()) is not None:
+        log.warning("%s", reason)
     _check_speculation(config)
     _check_prefill(config, device)
     with GGUFFile.open(path) as file:
@@ -177,7 +180,7 @@ def _check_prefill(config: EngineConfig, device: torch.device) -> None:
     if device.type == "cpu":
         raise UsageError(
             "`prefill` is int8, which a GPU computes, but the model runs on a CPU",
-            "leave it exact; `cpu_activations` has an int8 of its own",
+            "leave it exact",
             param="prefill",
         )
     capability = capability_of(device) or (8, 0)
@@ -261,7 +264,7 @@ def _text_of(file: GGUFFile, spec: ModelSpec, effort: str) -> tuple[Tokenizer, C
     return tokenizer, ChatTemplate.from_metadata(file.metadata, source=source, effort=effort or None)
 
 
-def _card_of(file: GGUFFile, spec: ModelSpec) -> Card | None:
+def _card_of(file: GGUFFile, spec: ModelSpec) -> ModelCard | None:
     names = [spec.name, file.path.stem]
     return recognise(names, architecture=spec.architecture, width=spec.width, layers=len(spec.layers))
 

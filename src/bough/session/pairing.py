@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 from bough.errors import UsageError
 from bough.hub import catalog
-from bough.hub.catalog import Card
+from bough.hub.catalog import ModelCard
 from bough.hub.drafts import cached_draft
 from bough.hub.local import paired_draft
 
@@ -39,7 +39,7 @@ class NamedDraft:
         return cls(name, "on")
 
 
-def card_of(file: "GGUFFile", repo: str | None = None) -> Card | None:
+def card_of(file: "GGUFFile", repo: str | None = None) -> ModelCard | None:
     """Return the card of a target, found by its repository or by its file's metadata."""
     from bough.models.spec import ModelSpec
 
@@ -50,14 +50,14 @@ def card_of(file: "GGUFFile", repo: str | None = None) -> Card | None:
     )
 
 
-def local_draft(card: Card) -> Path | None:
+def local_draft(card: ModelCard) -> Path | None:
     """Return the card's draft, if it is on this machine."""
     if card.pair is not None:
         return card.pair.draft
     return cached_draft(card.draft) if card.draft is not None else None
 
 
-def draft_at_hand(path: Path, card: Card | None) -> Path | None:
+def draft_at_hand(path: Path, card: ModelCard | None) -> Path | None:
     """Return the draft that belongs to a target, if it is on this machine: the card's, else one beside it."""
     listed = local_draft(card) if card is not None else None
     return listed or paired_draft(path)

@@ -111,9 +111,11 @@ class Prompts:
             kinds[rendered.boundaries[0]] = "head"
         if rendered.last_user_end is not None:
             kinds[rendered.last_user_end] = "question"
-        # Templates write the BOS token themselves; the fallback template does not.
-        ids: list[int] = self._with_bos([]) if self._template.is_fallback else []
-        found: dict[int, SnapshotKind] = {}
+        # Most templates write the BOS token themselves.
+        bos = self._tokenizer.bos_id
+        written = bos is None or rendered.text.startswith(self._tokenizer.token_bytes(bos).decode())
+        ids: list[int] = [] if written else self._with_bos([])
+        boundaries: dict[int, SnapshotKind] = {}
         start = 0
         for end in [*sorted(kinds), len(rendered.text)]:
             # Splitting the text right before a control token, and only there, does not change its tokens.
@@ -123,11 +125,11 @@ class Prompts:
             literals = [(a - start, b - start) for a, b in rendered.literals if start <= a and b <= end]
             ids += self._tokenizer.encode(rendered.text[start:end], literals=literals, limit=limit)
             if end < len(rendered.text):
-                found[len(ids)] = kinds[end]
+                boundaries[len(ids)] = kinds[end]
             start = end
-        openers = {ids[position] for position in found}
+        openers = {ids[position] for position in boundaries}
         turns: dict[int, SnapshotKind] = dict.fromkeys(_positions(ids, openers), "turn")
-        return ids, turns | found
+        return ids, turns | boundaries
 
     def _with_bos(self, ids: list[int]) -> list[int]:
         return ids if self._tokenizer.bos_id is None else [self._tokenizer.bos_id, *ids]
@@ -236,15 +238,15 @@ def _start(compiled: CompiledGrammar | None) -> tuple[Matcher | None, Matcher | 
     return (None, compiled.matcher()) if compiled.opened else (compiled.matcher(), None)
 
 
-def _positions(ids: list[int], wanted: Iterable[int]) -> list[int]:
+def _positions(ids: list[int], indices: Iterable[int]) -> list[int]:
     """Return where these ids are, without the first place; a list searches faster than a loop."""
-    found = []
-    for id in wanted:
+    positions = []
+    for id in indices:
         at = 0
         with contextlib.suppress(ValueError):
             while True:
-                found.append(at := ids.index(id, at + 1))
-    return sorted(found)
+                positions.append(at := ids.index(id, at + 1))
+    return sorted(positions)
 
 
 def _continued(request: TextRequest, text: str) -> TextRequest:

@@ -1,4 +1,4 @@
-"""Requests to a session and the events it yields."""
+"""Requests to a session."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,8 +7,17 @@ from typing import Any, Literal
 from bough.compress.compressor import Compressed
 from bough.engine.events import Failed, Progress
 from bough.engine.sampler import SamplingParams, TokenLogprob
-from bough.engine.stats import RequestStats
 from bough.prefix_cache.boundaries import SnapshotKind
+from bough.session.events import (
+    Finished,
+    Reasoning,
+    SessionEvent,
+    Text,
+    ToolArguments,
+    ToolCall,
+    TreeStep,
+    Vector,
+)
 from bough.text.grammar import Grammar
 from bough.text.grammar_jobs import CompiledGrammar
 from bough.text.infill import Infill
@@ -107,66 +116,3 @@ class TextRequest:
         functions = [tool.get("function", tool) for tool in self.tools or () if isinstance(tool, Mapping)]
         strict = any(isinstance(each, Mapping) and each.get("strict") for each in functions)
         return strict or self.tool_choice not in ("auto", "none")
-
-
-@dataclass(frozen=True, slots=True)
-class Reasoning:
-    """The next piece of reasoning; whole characters."""
-
-    text: str
-    logprobs: list[TokenLogprob] | None = None  # of the tokens since the last piece, if requested
-
-
-@dataclass(frozen=True, slots=True)
-class Text:
-    """The next piece of the answer; whole characters."""
-
-    text: str
-    logprobs: list[TokenLogprob] | None = None  # of the tokens since the last piece, if requested
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """The start of a tool call; its arguments follow."""
-
-    index: int  # of the call within the answer, from 0
-    id: str
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class ToolArguments:
-    """The next piece of a call's arguments; all pieces of a call form a JSON object."""
-
-    index: int
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class TreeStep:
-    """The tree of one step after verification; row 0 is the token committed by the step before."""
-
-    tokens: list[str]
-    parents: list[int]  # -1 for the root
-    accepted: list[int]  # rows, the root first
-    draft_ms: float
-    step_ms: float  # the whole step, the draft included
-
-
-@dataclass(frozen=True, slots=True)
-class Vector:
-    """What was computed of a prompt: its pooled hidden state, or a relevance alone."""
-
-    values: Sequence[float]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finished:
-    reason: Literal["stop", "length", "tool_calls", "cancelled"]
-    stop_string: str | None = None  # the stop string that ended the text
-    tokens: list[int]  # delivered, without end tokens
-    stats: RequestStats
-    logprobs: list[TokenLogprob] | None = None  # one for each token, if requested
-
-
-SessionEvent = Progress | Reasoning | Text | ToolCall | ToolArguments | TreeStep | Vector | Finished

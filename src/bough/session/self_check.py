@@ -14,6 +14,7 @@ from bough.kernels.check.first_start import Verdict, decide
 from bough.kernels.check.shapes import Shapes
 from bough.kernels.quant_matmul import has_layout
 from bough.kernels.runtime import backends
+from bough.kernels.runtime import device as cards
 from bough.memory.estimate import draft_quant
 from bough.memory.planner import MemoryPlan
 from bough.models.dflash import open_draft
@@ -33,14 +34,14 @@ def shapes_of(file: GGUFFile, config: EngineConfig, plan: MemoryPlan) -> Shapes:
     routed = {info.type for name, info in file.tensors.items() if "_exps" in name and has_layout(info.type)}
     draft = None
     if speculation is not None and config.draft is not None:
-        with open_draft(config.draft.path, spec, causal=config.draft.causal) as (found, _):
-            draft = (found.heads, found.kv_heads, found.head_dim)
+        with open_draft(config.draft.path, spec, causal=config.draft.causal) as (draft_shape, _):
+            draft = (draft_shape.heads, draft_shape.kv_heads, draft_shape.head_dim)
         types.add(draft_quant(config.draft, "cuda") or QuantType.F16)
     delta, experts, embedding = spec.delta, spec.experts, file.require_tensor("token_embd.weight").type
     return Shapes(
         name="",
         width=spec.width,
-        feed_forward=spec.feed_forward or (experts.shared_width if experts else spec.width),
+        feed_forward=spec.feed_forward or (experts.shared_width if experts else 0) or spec.width,
         heads=(spec.heads, spec.kv_heads, spec.head_dim),
         rope_dim=spec.rope_dim,
         delta=(delta.key_heads, delta.value_heads, delta.head_dim, delta.conv_width) if delta else None,
@@ -75,6 +76,8 @@ class SelfCheck:
 
     def begin(self, path: Path) -> None:
         """Take the verdict of an earlier start, before a kernel is chosen."""
+        if not cards.usable(self._device):
+            backends.leave_out_cuda()
         self._verdict = Verdict.load(path)
         self._verdict.apply()
 

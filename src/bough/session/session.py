@@ -160,9 +160,9 @@ class Session(RequestReader):
         by_owner: dict[Sequence, list[Event]] = {}
         for sequence, event in step:
             by_owner.setdefault(sequence, []).append(event)
-        for sequence, found in by_owner.items():
+        for sequence, events_of in by_owner.items():
             if sequence in self._generations:
-                events += self._text(self._generations[sequence], found)
+                events += self._text(self._generations[sequence], events_of)
         if self.engine.idle:
             self._save_costs()
         return events
@@ -184,16 +184,16 @@ class Session(RequestReader):
         self, generation: "TextGeneration", step: list[Event]
     ) -> list[tuple["Generation", SessionEvent | Failed]]:
         """Return a generation's events of one engine step; an error of its text is its own."""
-        found: list[tuple[Generation, SessionEvent | Failed]] = []
+        pairs: list[tuple[Generation, SessionEvent | Failed]] = []
         try:
             for event in generation.events(step):
-                found.append((generation, event))
+                pairs.append((generation, event))
         except Exception as error:
-            return [*found, self._failed(generation, error)]
+            return [*pairs, self._failed(generation, error)]
         if generation.ended:
             # The engine releases it at its next step, after its reader has the end of the text.
             self._generations.pop(generation.sequence, None)
-        return found
+        return pairs
 
     def _failed(self, generation: "TextGeneration", error: Exception) -> tuple["Generation", Failed]:
         self.end(generation)

@@ -16,14 +16,14 @@ SAMPLE_S = 0.1
 _STAT = Path("/proc/stat")
 
 
-def checked_threads(wanted: int | None) -> int | None:
+def checked_threads(threads: int | None) -> int | None:
     """Return the setting; raise for more threads than there are CPUs."""
     cpus = len(_own_cpus())
-    if wanted is not None and not 1 <= wanted <= cpus:
+    if threads is not None and not 1 <= threads <= cpus:
         raise UsageError(
-            f"`threads` is {wanted}, needed 1 to {cpus}, the CPUs of this process", param="threads"
+            f"`threads` is {threads}, needed 1 to {cpus}, the CPUs of this process", param="threads"
         )
-    return wanted
+    return threads
 
 
 @cache
@@ -71,10 +71,10 @@ def _own_cpus() -> set[int]:
 
 def _ticks(stat: Path) -> dict[int, tuple[int, int]]:
     """Return the idle and all ticks of each CPU since boot."""
-    found = {}
+    cores = {}
     for line in stat.read_text().splitlines():
         name, *fields = line.split()
         if name.startswith("cpu") and name != "cpu":
             ticks = [int(field) for field in fields[:8]]  # the rest are counted in these already
-            found[int(name[3:])] = (ticks[3] + ticks[4], sum(ticks))
-    return found
+            cores[int(name[3:])] = (ticks[3] + ticks[4], sum(ticks))
+    return cores

@@ -15,14 +15,14 @@ _PLACES = re.compile(r"\{(query|document)\}")
 
 def check_role(request: TextRequest, spec: VectorSpec | None) -> None:
     """Raise UsageError unless the model computes what the request wants."""
-    wanted = request.vector
-    if spec is None and wanted is not None:
+    options = request.vector
+    if spec is None and options is not None:
         raise UsageError(
             "the model generates text: its file names no pooling, which makes vectors of hidden states",
             "load an embedding model, such as Qwen3-Embedding, or a reranker",
             param="model",
         )
-    if spec is not None and wanted is None:
+    if spec is not None and options is None:
         ranks = spec.pooling is Pooling.rank
         use, python = ("/v1/rerank", "LLM.rerank") if ranks else ("/v1/embeddings", "LLM.embed")
         raise UsageError(
@@ -30,14 +30,14 @@ def check_role(request: TextRequest, spec: VectorSpec | None) -> None:
             f"use {use} of a server, or {python} in Python",
             param="model",
         )
-    if spec is None or wanted is None:
+    if spec is None or options is None:
         return
-    if (wanted.query is not None) != (spec.pooling is Pooling.rank):
-        needed = "an embedding model" if wanted.query is None else "a reranker"
+    if (options.query is not None) != (spec.pooling is Pooling.rank):
+        needed = "an embedding model" if options.query is None else "a reranker"
         raise UsageError(f"the model is {spec.kind}, needed {needed}", param="model")
-    if wanted.dimensions is not None and not 1 <= wanted.dimensions <= spec.width:
+    if options.dimensions is not None and not 1 <= options.dimensions <= spec.width:
         raise UsageError(
-            f"dimensions is {wanted.dimensions}, needed 1 to {spec.width}, the size of the model's vectors",
+            f"dimensions is {options.dimensions}, needed 1 to {spec.width}, the size of the model's vectors",
             param="dimensions",
         )
 

@@ -322,14 +322,14 @@ class DraftCall:
         learnt = zip(parts[self._trees :], self._has, strict=True)
         proposals = [self._read_learnt(part, *has) for part, has in learnt]
         alone = [self._read_trees(part, []) for part in parts[1 : self._trees]]
-        found = self._read_trees(parts[0], proposals)
+        trees = self._read_trees(parts[0], proposals)
         if not alone:
-            return found
-        return [replace(each, alone=own) for each, *own in zip(found, *alone, strict=True)]
+            return trees
+        return [replace(each, alone=alone_trees) for each, *alone_trees in zip(trees, *alone, strict=True)]
 
     def _read_trees(self, words: Tensor, proposals: Sequence[Proposal]) -> list[DraftReport]:
         packed, weights = words[:, : 4 * MAX_ROWS].unflatten(1, (4, MAX_ROWS)).clone(), self._weights(words)
-        found, weights = (weights > -torch.inf).sum(1).tolist(), weights.exp().tolist()
+        sizes, weights = (weights > -torch.inf).sum(1).tolist(), weights.exp().tolist()
         tokens, parents = packed[:, 0].tolist(), packed[:, 1].tolist()
         return [
             DraftReport(
@@ -339,15 +339,15 @@ class DraftCall:
                 weights[i][:rows],
                 packed[i],
             )
-            for i, rows in enumerate(found)
+            for i, rows in enumerate(sizes)
         ]
 
     def learn(self, report: DraftReport, followed: list[int]) -> None:
         """Calibrate each draft by the tokens that followed a call."""
-        (first, *others), (own, *calibrations) = report.proposals, self._calibrations
+        (first, *others), (first_calibration, *calibrations) = report.proposals, self._calibrations
         for other, calibration in zip(others, calibrations, strict=True):
             for depth, token in enumerate(followed[: first.depth]):
-                ours = candidates_after(first, followed[:depth], own)
+                ours = candidates_after(first, followed[:depth], first_calibration)
                 theirs = candidates_after(other, followed[:depth], calibration)
                 if ours and theirs:
                     self._share.observe(theirs, ours, depth, token)
@@ -396,13 +396,13 @@ class DraftCall:
         """
         proposals = self._proposals(anchors, slots, chains)
         corrections = [calibration.correction() for calibration in self._calibrations]
-        own = [proposal.corrected(each) for proposal, each in zip(proposals, corrections, strict=True)]
+        corrected = [proposal.corrected(each) for proposal, each in zip(proposals, corrections, strict=True)]
         looked_up = (chains[:, None], scores[:, None])
-        joined = own[0].with_chains(*looked_up)
-        for other in own[1:]:
-            known = own[0].scores_of(other.chains, corrections[0])
+        joined = corrected[0].with_chains(*looked_up)
+        for other in corrected[1:]:
+            known = corrected[0].scores_of(other.chains, corrections[0])
             joined = joined.with_chains(other.chains, self._share.mixed(other.chain_scores, known))
-        trees = [joined, *(each.with_chains(*looked_up) for each in own[: self._trees - 1])]
+        trees = [joined, *(each.with_chains(*looked_up) for each in corrected[: self._trees - 1])]
         built = [
             build_trees(anchors, tree, nodes=nodes or self._nodes, spine=self._spine, correction=correction)
             for tree, correction in zip(trees, [corrections[0], *corrections], strict=False)
@@ -412,18 +412,18 @@ class DraftCall:
     def _proposals(self, anchors: Tensor, slots: Tensor, chains: Tensor) -> list[Proposal]:
         """Return what each draft proposes; chains [S, depth]: what prompt lookup found, then -1."""
         first, *others = self._drafts
-        found = [
+        proposals = [
             draft.candidates(anchors, slots, self._rank, self._candidates).resized(self._depth)
             for draft in others
         ]
-        for other in found:
+        for other in proposals:
             # Where the first draft scores pairs of tokens, their best path is scored as a lookup is.
             chains = torch.where(chains >= 0, chains, other.ids[..., 0])
         known = pad(chains, (0, first.depth - self._depth), value=-1)
         proposal = first.candidates(anchors, slots, self._rank, self._candidates, known)
         # Of one draft alone a short call has fewer depths.
         depth = self._depth if others else min(self._depth, proposal.depth)
-        return [proposal.resized(depth), *found]
+        return [proposal.resized(depth), *proposals]
 
     def _learnt(self, index: int, proposal: Proposal) -> Tensor:
         """Return what of a draft's proposal is learnt from, of a fixed size."""

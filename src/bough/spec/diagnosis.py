@@ -132,13 +132,13 @@ def _changed(spec: DraftSpec, target: Target) -> Iterator[tuple[str, DraftSpec]]
 
 def _other_taps(spec: DraftSpec, depth: int) -> list[tuple[int, ...]]:
     count = len(spec.taps)
-    found = [
+    others = [
         tuple(default_taps(depth, count)),
         *(tuple(tap + step for tap in spec.taps) for step in (-1, 1, -2, 2)),
         tuple(sorted(spec.taps)),
         tuple(reversed(spec.taps)),
     ]
-    sound = [taps for taps in found if taps != spec.taps and all(0 <= tap < depth for tap in taps)]
+    sound = [taps for taps in others if taps != spec.taps and all(0 <= tap < depth for tap in taps)]
     return list(dict.fromkeys(sound))
 
 

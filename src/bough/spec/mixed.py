@@ -37,12 +37,12 @@ class MixedModel:
             draft.begin(slot)
 
     def append(self, slot: int, features: Tensor, *, skipped: int = 0) -> None:
-        for draft, own in zip(self.drafts, self._split(features), strict=True):
-            draft.append(slot, own.contiguous(), skipped=skipped)
+        for draft, part in zip(self.drafts, self._split(features), strict=True):
+            draft.append(slot, part.contiguous(), skipped=skipped)
 
     def commit(self, features: Tensor, rows: Tensor, counts: Tensor, slots: Tensor) -> None:
-        for draft, own in zip(self.drafts, self._split(features), strict=True):
-            draft.commit(own, rows, counts, slots)
+        for draft, part in zip(self.drafts, self._split(features), strict=True):
+            draft.commit(part, rows, counts, slots)
 
     def rollback(self, slot: int, count: int) -> None:
         for draft in self.drafts:
@@ -59,12 +59,12 @@ class MixedModel:
     def save(self, slot: int) -> SavedRings:
         first, other = (draft.save(slot) for draft in self.drafts)
         assert first is not None and other is not None
-        own = torch.tensor([other.length, other.start, len(other.rings)])
-        return SavedRings(first.length, first.start, [*first.rings, *other.rings, (own, own[:0])])
+        sizes = torch.tensor([other.length, other.start, len(other.rings)])
+        return SavedRings(first.length, first.start, [*first.rings, *other.rings, (sizes, sizes[:0])])
 
     def restore(self, slot: int, saved: SavedRings) -> None:
-        *rings, (own, _) = saved.rings
-        length, start, count = own.tolist()
+        *rings, (sizes, _) = saved.rings
+        length, start, count = sizes.tolist()
         self.drafts[0].restore(slot, SavedRings(saved.length, saved.start, rings[:-count]))
         self.drafts[1].restore(slot, SavedRings(length, start, rings[-count:]))
 

@@ -59,9 +59,9 @@ class MTPModel(WaitingFeatures):
         """
         rows = rows[:, : _DEPTH + 1]
         # As many slots at a time as the matmuls of small steps take.
-        each = max(1, MAX_ROWS // rows.shape[1])
-        for own, count, slot in zip(*(part.split(each) for part in (rows, counts, slots)), strict=True):
-            self._block.commit(features[own], slot, self._buffers, count)
+        step = max(1, MAX_ROWS // rows.shape[1])
+        for piece, count, slot in zip(*(part.split(step) for part in (rows, counts, slots)), strict=True):
+            self._block.commit(features[piece], slot, self._buffers, count)
 
     def candidates(
         self, anchors: Tensor, slots: Tensor, rank: Rank, count: int, chains: Tensor | None = None
@@ -79,7 +79,7 @@ class MTPModel(WaitingFeatures):
         x = block.fuse(self._target.embed(anchors[:, None]), block.newest_hidden(slots, self._buffers))
         hidden, paths = block.step(x, None, slots, self._buffers)
         ids, scores = ranked(hidden, 0, count)
-        found = _Found(ids[:, 0], scores[:, 0])
+        beam = _Found(ids[:, 0], scores[:, 0])
         tokens, gains = ids[:, 0, :beams, None], scores[:, 0, :beams, None]
         # All of a sequence's paths begin after the anchor's row.
         first = torch.arange(sequences, device=slots.device)[:, None]
@@ -89,14 +89,14 @@ class MTPModel(WaitingFeatures):
             embedded = self._target.embed(tokens[..., -1:].flatten(0, 1))
             hidden, paths = block.step(block.fuse(embedded, hidden), paths, same, self._buffers)
             ids, scores = ranked(hidden, depth, children)
-            found.learn(tokens[:, 0], ids[:, 0], scores[:, 0])
+            beam.learn(tokens[:, 0], ids[:, 0], scores[:, 0])
             tokens, gains, parents = _continued(tokens, gains, ids, scores)
             last = depth == STEPS - 1
             # Those that are continued again are the beginnings of later chains.
-            found.add(tokens if last else tokens[:, beams:], gains if last else gains[:, beams:])
+            beam.add(tokens if last else tokens[:, beams:], gains if last else gains[:, beams:])
             tokens, gains = tokens[:, :beams], gains[:, :beams]
             hidden, paths = _selected(hidden, paths, first * beams + parents[:, :beams])
-        return found.proposal()
+        return beam.proposal()
 
     def save(self, slot: int) -> SavedRings:
         self.flush(slot)

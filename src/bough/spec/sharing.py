@@ -87,8 +87,8 @@ class RowSharing:
         known = [index for index in askable if offers[index].expected]
         if not known:
             return new
-        chosen = self._still_chosen(offers, known, padded=padded)
-        return sorted({*new, *chosen, *self._probed(offers, known, chosen)})
+        asking = self._still_chosen(offers, known, padded=padded)
+        return sorted({*new, *asking, *self._probed(offers, known, asking)})
 
     def due(self, slots: Sequence[int]) -> bool:
         """Return whether it has to be decided anew which of the texts in these slots are asked."""
@@ -97,11 +97,11 @@ class RowSharing:
     def _still_chosen(self, offers: Sequence[Offer], known: list[int], *, padded: bool) -> list[int]:
         """Return those to ask, chosen anew every few steps: estimates change slowly, the device waits."""
         texts = (len(offers), *(offers[index].slot for index in known))
-        before, left, chosen = self._chosen
+        before, left, asking = self._chosen
         if before != texts or not left:
-            left, chosen = REPLAN, self._best_asked(offers, known, padded=padded)
-        self._chosen = texts, left - 1, chosen
-        return chosen
+            left, asking = REPLAN, self._best_asked(offers, known, padded=padded)
+        self._chosen = texts, left - 1, asking
+        return asking
 
     def _best_asked(self, offers: Sequence[Offer], known: list[int], *, padded: bool) -> list[int]:
         """Return those to ask for the most tokens a second, as far as estimates tell."""
@@ -115,8 +115,8 @@ class RowSharing:
         step_s = np.array(self.costs.steps(len(offers), sizes))
         best, speed = 0, 0.0
         for count in _counts(len(known)):
-            chosen = {known[place] for place in order[:count]}
-            pool = [gains[order[:count]].ravel(), *(c for i, c in enumerate(copies) if i not in chosen)]
+            asking = {known[place] for place in order[:count]}
+            pool = [gains[order[:count]].ravel(), *(c for i, c in enumerate(copies) if i not in asking)]
             tokens = len(offers) + _best_sums(np.concatenate(pool), [rows - len(offers) for rows in sizes])
             rate = float((tokens / (step_s + self.costs.draft(count, self._mix))).max()) / (
                 MARGIN if count else 1.0
@@ -125,13 +125,13 @@ class RowSharing:
                 best, speed = count, rate
         return [known[place] for place in order[:best]]
 
-    def _probed(self, offers: Sequence[Offer], known: list[int], chosen: list[int]) -> list[int]:
+    def _probed(self, offers: Sequence[Offer], known: list[int], asking: list[int]) -> list[int]:
         """Return a text to ask although it does not pay, so seldom that it hardly costs anything."""
-        left = [index for index in known if index not in chosen]
+        left = [index for index in known if index not in asking]
         self._since_probe += 1
         if not left:
             return []
-        count, mix = len(chosen), self._mix
+        count, mix = len(asking), self._mix
         more_s = self.costs.draft(count + 1, mix) - self.costs.draft(count, mix)
         lost = max(0.0, more_s) / self.costs.step(len(offers), len(offers))
         if self._since_probe < max(lost / PROBE_SHARE, PROBE_INTERVAL):

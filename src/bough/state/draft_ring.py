@@ -42,8 +42,8 @@ def restore_rings(buffers: DraftBuffers, slot: int, saved: SavedRings) -> None:
     buffers.lengths[slot] = saved.length
     buffers.starts[slot] = saved.start
     pairs = zip(buffers.keys, buffers.values, strict=True)
-    for rings, kept in zip(pairs, saved.rings, strict=True):
-        for ring, filled in zip(rings, kept, strict=True):
+    for rings, saved_rings in zip(pairs, saved.rings, strict=True):
+        for ring, filled in zip(rings, saved_rings, strict=True):
             ring[slot, : len(filled)].copy_(filled, non_blocking=True)
 
 

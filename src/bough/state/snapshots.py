@@ -78,14 +78,14 @@ def _copy_to_host(source: Tensor, target: Tensor, *, owned: bool = False) -> Ten
     if not source.is_cuda:
         return target.copy_(source)
     try:
-        own = source if owned else source.clone(memory_format=torch.contiguous_format)
+        copy = source if owned else source.clone(memory_format=torch.contiguous_format)
     except torch.OutOfMemoryError:
         return target.copy_(source, non_blocking=True)
     side = _copy_stream(source.device)
     side.wait_stream(torch.cuda.current_stream(source.device))
     with torch.cuda.stream(side):
-        target.copy_(own, non_blocking=True)
-    own.record_stream(side)
+        target.copy_(copy, non_blocking=True)
+    copy.record_stream(side)
     return target
 
 
@@ -102,14 +102,14 @@ def _pin_in_threads() -> None:
     if not torch.cuda.is_available():
         return
     threads = 1 << min(3, (os.cpu_count() or 1).bit_length() - 1)
-    given = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
+    setting = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
     settings = f"pinned_use_cuda_host_register:True,pinned_num_register_threads:{threads}"
     set_up = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # in torch 2.10 and newer
     set_up = set_up or getattr(torch.cuda.memory, "_set_allocator_settings", None)
     if set_up is None:
         return
     with contextlib.suppress(TypeError, RuntimeError, ValueError):  # it is only slower without
-        set_up(f"{given},{settings}" if given else settings)
+        set_up(f"{setting},{settings}" if setting else settings)
 
 
 class HostReserve:

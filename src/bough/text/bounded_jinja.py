@@ -33,6 +33,7 @@ HINT = "`raw` sends the prompt without a chat template"
 BUDGET = "render budget"
 CONCAT, BUILT, COMPARED = "bounded concatenation", "measured literal", "measured operand"
 _VALUE = 200  # what a value inside another costs, in characters
+_JSON_WIDTH = 8  # of an indent or a separator
 _CLOCK = 4096  # characters after which the clock is looked at
 _WIDTH = re.compile(r"[0-9]{6,}|[*{]")
 _LISTS = (list, tuple, set, frozenset, type({}.keys()), type({}.values()), type({}.items()))
@@ -281,13 +282,13 @@ def _if_over(size: int, limit: int) -> int:
 
 def _format_size(text: str, values: Any) -> int:
     """Return the size of a formatted text, which its widths may make larger than any value."""
-    given = list(values.values()) if isinstance(values, Mapping) else values
-    given = list(given) if isinstance(given, list | tuple) else [given]
+    arguments = list(values.values()) if isinstance(values, Mapping) else values
+    arguments = list(arguments) if isinstance(arguments, list | tuple) else [arguments]
     widths = [int(each) for each in re.findall("[0-9]+", text) if len(each) < 20]
     if any(len(each) >= 20 for each in re.findall("[0-9]+", text)):
         return _ENDLESS
-    nested = [abs(each) for each in given if isinstance(each, int)] if _WIDTH.search(text) else []
-    return len(text) + sum(widths) + sum(nested) + measure(given, 1 << 27)
+    nested = [abs(each) for each in arguments if isinstance(each, int)] if _WIDTH.search(text) else []
+    return len(text) + sum(widths) + sum(nested) + measure(arguments, 1 << 27)
 
 
 def _format(inner: Callable[..., str], text: str, *args: Any, **kwargs: Any) -> str:
@@ -334,6 +335,23 @@ def _text(weight: int) -> Charge:
 
 def _deep(budget: Budget, value: Any, *_rest: Any, **_options: Any) -> None:
     budget.read(value, 4)
+
+
+def _json(
+    budget: Budget,
+    value: Any,
+    _ascii: Any = False,
+    indent: Any = 0,
+    separators: Any = "",
+    *_rest: Any,
+    **_: Any,
+) -> None:
+    budget.read(value, 8)
+    width = indent if isinstance(indent, int) else measure(indent or "", _JSON_WIDTH)
+    if max(width, *map(len, separators or ("",))) > _JSON_WIDTH:
+        raise TemplateFailed(
+            f"the chat template writes JSON with over {_JSON_WIDTH} characters of space", HINT
+        )
 
 
 def _shallow(budget: Budget, value: Any, count: Any = 0, *_rest: Any, **_options: Any) -> None:
@@ -419,7 +437,7 @@ _GATHERING = frozenset(
 _FREE_FUNCTIONS = (Namespace, range, jinja2.utils.Cycler, jinja2.utils.Joiner)
 _FILTERS: Mapping[str, Charge] = {
     **dict.fromkeys(("string", "safe", "trim"), _text(1)),
-    **dict.fromkeys(("capitalize", "e", "escape", "forceescape", "lower", "tojson"), _text(8)),
+    **dict.fromkeys(("capitalize", "e", "escape", "forceescape", "lower"), _text(8)),
     **dict.fromkeys(("truncate", "upper", "urlencode"), _text(8)),
     **dict.fromkeys(("dictsort", "groupby", "max", "min", "sort", "unique"), _deep),
     **dict.fromkeys(("batch", "list", "reverse", "slice"), _shallow),
@@ -429,6 +447,7 @@ _FILTERS: Mapping[str, Charge] = {
     "join": _joined,
     "replace": _replaced,
     "sum": _summed,
+    "tojson": _json,
 }
 _METHODS: Mapping[str, Charge] = {
     **dict.fromkeys(

@@ -1,7 +1,10 @@
 """What the grammar of a request is compiled from, and the compiled ones that are kept."""
 
+import contextlib
 import hashlib
 import json
+import os
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -18,6 +21,7 @@ MAX_ENTRIES = 256
 # As much memory as a chain of references within the bounds needs several times; 8 MB, or 0.5, is usual.
 STACK = 64 << 20
 _MIN_STACK = 8 << 20
+LOW_PRIORITY = 10  # of what takes long, beside texts
 _PER_CHARACTER = 64  # bytes of a compiled grammar per character of its source, where nothing else is known
 _stack_size = threading.Lock()
 
@@ -92,10 +96,11 @@ def _checked(tool: Tool, syntax: Syntax, compiler: GrammarCompiler) -> Tool:
 
 
 class Resolved(NamedTuple):
-    """The library's form of a grammar, and the bytes that it took to compile it, as far as is known."""
+    """The library's form of a grammar, and what it took to compile it, as far as is known."""
 
     source: str
     bytes: int = 0
+    slow: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +136,7 @@ class Grammars:
     _kept: OrderedDict[bytes, CompiledGrammar | UsageError] = field(default_factory=OrderedDict)
     _bytes: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _one_slow: threading.Lock = field(default_factory=threading.Lock)
 
     def compiled(self, job: GrammarJob, cancelled: Callable[[], bool] = lambda: False) -> CompiledGrammar:
         """Return the compiled grammar; raise UsageError where it cannot be used, Cancelled for no client."""
@@ -141,23 +147,21 @@ class Grammars:
             raise UsageError(f"{job.field or 'the grammar'} nests too deep", param=job.field) from error
         key = hashlib.sha256(text.encode(errors="surrogatepass")).digest()
         with self._lock:
-            kept = self._kept.get(key)
-            if kept is not None:
+            grammar = self._kept.get(key)
+            if grammar is not None:
                 self._kept.move_to_end(key)
-        if kept is None:
+        if grammar is None:
             try:
-                kept = self._compile(job, text, cancelled)
+                grammar = self._compile(job, text, cancelled)
             except UsageError as error:
-                kept = error
-            self._keep(key, kept)
-        if isinstance(kept, UsageError):
-            raise UsageError(kept.message, kept.hint, param=kept.param or job.field)
-        return kept
+                grammar = error
+            self._keep(key, grammar)
+        if isinstance(grammar, UsageError):
+            raise UsageError(grammar.message, grammar.hint, param=grammar.param or job.field)
+        return grammar
 
     def _compile(self, job: GrammarJob, text: str, cancelled: Callable[[], bool]) -> CompiledGrammar:
-        kind = job.answer or Grammar("lark", field=job.field)
-
-        resolved = None
+        kind, resolved = job.answer or Grammar("lark", field=job.field), None
         if self.resolve is not None:
             threading.Thread(target=self.compiler.warm, name="tables", daemon=True).start()
             resolved = self.resolve(text, cancelled)
@@ -165,8 +169,11 @@ class Grammars:
             raise Cancelled("the client left before its grammar was compiled")
 
         def here() -> CompiledGrammar:
-            source, size = resolved or Resolved(source_of(GrammarJob.read(text), self.compiler))
-            state = self.compiler.state_of(source, kind)
+            source, size, slow = resolved or Resolved(source_of(GrammarJob.read(text), self.compiler))
+            with self._one_slow if slow else contextlib.nullcontext():
+                if slow and sys.platform == "linux":  # where a thread has a priority of its own
+                    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOW_PRIORITY)
+                state = self.compiler.state_of(source, kind)
             size = max(size, 1024 + _PER_CHARACTER * len(source))
             return CompiledGrammar(state, self.compiler, kind.field, size, job.opened)
 

@@ -24,7 +24,7 @@ from typing import IO, Any
 
 from bough.errors import Cancelled, QueueFull, Unavailable, UsageError
 from bough.text.grammar import Grammar, GrammarCompiler, Vocabulary
-from bough.text.grammar_jobs import STACK, GrammarJob, Resolved, source_of, with_stack
+from bough.text.grammar_jobs import LOW_PRIORITY, STACK, GrammarJob, Resolved, source_of, with_stack
 
 LIMIT_S = 3.0  # of the processor, to compile a grammar; 200 tools of five parameters take 0.15
 WALL_S = 10.0  # the same beside other work
@@ -71,7 +71,7 @@ class GrammarProcesses:
                     self._renew()
         if goes_on:
             try:
-                return _resolved(process.finish(cancelled))
+                return _resolved(process.finish(cancelled), slow=True)
             finally:
                 self._slow.release()
         process.end()
@@ -92,7 +92,7 @@ class GrammarProcesses:
                 if reply is not None:
                     process.end()
                     return _resolved(reply)
-                return _resolved(process.finish(cancelled))
+                return _resolved(process.finish(cancelled), slow=True)
         finally:
             self._waiting -= 1
 
@@ -156,7 +156,7 @@ class _Process:
         """Return the reply to the job that takes long, and end the process."""
         if hasattr(os, "setpriority"):
             with contextlib.suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, self._process.pid, 10)
+                os.setpriority(os.PRIO_PROCESS, self._process.pid, LOW_PRIORITY)
         try:
             reply = self._reply(WALL_S, cancelled)
         finally:
@@ -229,10 +229,10 @@ def _held(lock: threading.Lock, cancelled: Callable[[], bool]) -> Generator[None
         lock.release()
 
 
-def _resolved(reply: Mapping[str, Any]) -> Resolved:
+def _resolved(reply: Mapping[str, Any], *, slow: bool = False) -> Resolved:
     if "source" not in reply:
         raise UsageError(reply["message"], reply["hint"], param=reply["param"])
-    return Resolved(reply["source"], reply["bytes"])
+    return Resolved(reply["source"], reply["bytes"], slow)
 
 
 def _too_long() -> UsageError:
@@ -253,7 +253,7 @@ def _read(stream: IO[bytes]) -> bytes | None:
     return content if len(content) == length else None
 
 
-class _Tokens:
+class _ProcessTokens:
     """The vocabulary in the process; it splits text into bytes, which is enough to compile."""
 
     def __init__(self, tokens: list[bytes], controls: list[int], stops: frozenset[int], eos: int | None):
@@ -333,7 +333,7 @@ def main() -> None:
         vocabulary = _read(sys.stdin.buffer)
         if vocabulary is None:
             return
-        compiler = GrammarCompiler(_Tokens(*pickle.loads(vocabulary)))
+        compiler = GrammarCompiler(_ProcessTokens(*pickle.loads(vocabulary)))
         compiler.warm()
         _limit_memory()
         _write(back, b"{}")

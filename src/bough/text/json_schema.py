@@ -66,72 +66,75 @@ class _Preparation:
         if parts and isinstance(reference, str) and _unescaped(reference) not in self._open:
             self._open.add(_unescaped(reference))
             self.find_open(resolve(reference, self._root), part=True)
-        for key, _, each in _children(schema):
-            self.find_open(each, part=parts and _same_value(key))
+        for key, _, inner in _children(schema):
+            self.find_open(inner, part=parts and _same_value(key))
 
     def rewrite(self, schema: Any, path: str, *, part: bool) -> Any:
         if not isinstance(schema, Mapping):
             return schema
         part = part or path in self._open
         parts = part or _is_combined(schema)
-        made: dict[str, Any] = dict(schema)
+        result: dict[str, Any] = dict(schema)
         for key in (*_LISTS, *_NAMED):
-            if isinstance(made.get(key), list | Mapping):
-                made[key] = list(made[key]) if isinstance(made[key], list) else dict(made[key])
-        for key, name, each in _children(schema):
+            if isinstance(result.get(key), list | Mapping):
+                result[key] = list(result[key]) if isinstance(result[key], list) else dict(result[key])
+        for key, name, inner in _children(schema):
             where = f"{path}/{key}/{name}" if name is not None else f"{path}/{key}"
-            below = self.rewrite(each, where, part=parts and _same_value(key))
+            below = self.rewrite(inner, where, part=parts and _same_value(key))
             if name is None:
-                made[key] = below
+                result[key] = below
             else:
-                made[key][name] = below
-        self._values(made, path)
+                result[key][name] = below
+        self._values(result, path)
         if not part:
-            self._close(schema, made)
-        return made
+            self._close(schema, result)
+        return result
 
-    def _close(self, schema: Mapping[str, Any], made: dict[str, Any]) -> None:
-        found = _Properties()
-        self._collect(schema, found, set())
-        complete = found.required <= found.names.keys() and found.least <= len(found.names)
+    def _close(self, schema: Mapping[str, Any], result: dict[str, Any]) -> None:
+        collected = _Properties()
+        self._collect(schema, collected, set())
+        complete = collected.required <= collected.names.keys() and collected.least <= len(collected.names)
         combined = "properties" in schema or _is_combined(schema)
-        if not (found.listed and found.closable and complete and combined):
+        if not (collected.listed and collected.closable and complete and combined):
             return
-        own = made.get("properties") or {}
-        made["properties"] = {**own, **{name: {} for name in found.names if name not in own}}
-        made["additionalProperties"] = False
+        properties = result.get("properties") or {}
+        result["properties"] = {
+            **properties,
+            **{name: {} for name in collected.names if name not in properties},
+        }
+        result["additionalProperties"] = False
 
-    def _collect(self, schema: Any, found: _Properties, seen: set[str]) -> None:
+    def _collect(self, schema: Any, collected: _Properties, seen: set[str]) -> None:
         """Add the properties of a schema and of its parts."""
         if not isinstance(schema, Mapping):
             return
-        found.closable &= not any(key in schema for key in _OPEN)
+        collected.closable &= not any(key in schema for key in _OPEN)
         properties, required, least = (schema.get(key) for key in ("properties", "required", "minProperties"))
         if isinstance(properties, Mapping):
-            found.listed = True
-            found.names |= dict.fromkeys(properties)
-        found.required |= (
+            collected.listed = True
+            collected.names |= dict.fromkeys(properties)
+        collected.required |= (
             {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
         )
-        found.least = max(found.least, least) if isinstance(least, int) else found.least
+        collected.least = max(collected.least, least) if isinstance(least, int) else collected.least
         reference = schema.get("$ref")
         if isinstance(reference, str) and reference not in seen:
             seen.add(reference)
-            self._collect(resolve(reference, self._root), found, seen)
-        for key, _, each in _children(schema):
+            self._collect(resolve(reference, self._root), collected, seen)
+        for key, _, part in _children(schema):
             if _same_value(key):
-                self._collect(each, found, seen)
+                self._collect(part, collected, seen)
 
-    def _values(self, made: dict[str, Any], path: str) -> None:
+    def _values(self, result: dict[str, Any], path: str) -> None:
         """Drop or check the keywords of one schema that the grammar cannot represent."""
-        if isinstance(made.get("format"), str) and made["format"] not in FORMATS:
-            del made["format"]
-        if isinstance(made.get("minItems"), int | float) and made["minItems"] > MAX_ITEMS:
-            raise _refused(path, "minItems", made["minItems"], f"at most {MAX_ITEMS}")
-        _listed_names(made)
-        if _may_be_integer(made):
-            _clamp_bounds(made, path)
-        pattern = made.get("pattern")
+        if isinstance(result.get("format"), str) and result["format"] not in FORMATS:
+            del result["format"]
+        if isinstance(result.get("minItems"), int | float) and result["minItems"] > MAX_ITEMS:
+            raise _refused(path, "minItems", result["minItems"], f"at most {MAX_ITEMS}")
+        _listed_names(result)
+        if _may_be_integer(result):
+            _clamp_bounds(result, path)
+        pattern = result.get("pattern")
         if isinstance(pattern, str) and self._check_pattern is not None:
             try:
                 self._check_pattern(pattern)
@@ -140,7 +143,7 @@ class _Preparation:
                     raise UsageError(
                         f"{_shown(path)}pattern is {pattern[:100]!r}; {error.message}"
                     ) from error
-                del made["pattern"]
+                del result["pattern"]
 
 
 def resolve(reference: str, root: Mapping[str, Any]) -> Any:
@@ -181,21 +184,21 @@ def _is_combined(schema: Mapping[str, Any]) -> bool:
     return count + sum(key in schema for key in ("properties", "anyOf", "oneOf", "$ref", "if")) > 1
 
 
-def _listed_names(made: dict[str, Any]) -> None:
+def _listed_names(result: dict[str, Any]) -> None:
     """Rewrite the `propertyNames` that zod writes for records: any string, or an enumeration."""
-    names = made.get("propertyNames")
+    names = result.get("propertyNames")
     if names is True or names in ({}, {"type": "string"}):
-        del made["propertyNames"]
+        del result["propertyNames"]
     elif (
         isinstance(names, Mapping)
         and isinstance(names.get("enum"), list)
         and not names.keys() - {"type", "enum"}
     ):
-        value = made.get("additionalProperties", {})
+        value = result.get("additionalProperties", {})
         listed = {name: value for name in names["enum"] if isinstance(name, str)}
-        made["properties"] = listed | dict(made.get("properties") or {})
-        made["additionalProperties"] = False
-        del made["propertyNames"]
+        result["properties"] = listed | dict(result.get("properties") or {})
+        result["additionalProperties"] = False
+        del result["propertyNames"]
 
 
 def _may_be_integer(schema: Mapping[str, Any]) -> bool:
@@ -203,16 +206,16 @@ def _may_be_integer(schema: Mapping[str, Any]) -> bool:
     return "integer" in types if isinstance(types, list) else types == "integer"
 
 
-def _clamp_bounds(made: dict[str, Any], path: str) -> None:
+def _clamp_bounds(result: dict[str, Any], path: str) -> None:
     for keys, sign, side in ((_UPPER, 1, "at least"), (_LOWER, -1, "at most")):
         for key in keys:
-            bound = made.get(key)
+            bound = result.get(key)
             if not isinstance(bound, int | float) or isinstance(bound, bool):
                 continue
             if sign * bound < -MAX_INTEGER:
                 raise _refused(path, key, bound, f"{side} {-sign * MAX_INTEGER} for an integer")
             if abs(bound) > 2**53:
-                made[key] = sign * _rounded_down(sign * bound)
+                result[key] = sign * _rounded_down(sign * bound)
 
 
 def _rounded_down(bound: int | float) -> int:

@@ -76,10 +76,10 @@ def _clean(message: Any, where: str, opens_reasoning: bool) -> Message:
         cleaned["content"] = BILLING_LINE.sub("", cleaned["content"])
     if role == "assistant":
         named = [cleaned.pop(name) for name in REASONING_FIELDS if name in cleaned]
-        own = [*named, _thinking_parts(message.get("content"))]
-        rest = opens_reasoning and not any(own)
+        parts = [*named, _thinking_parts(message.get("content"))]
+        rest = opens_reasoning and not any(parts)
         thought, cleaned["content"] = _split_reasoning(cleaned["content"], rest=rest)
-        if reasoning := next((text for text in (*own, thought) if isinstance(text, str) and text), None):
+        if reasoning := next((text for text in (*parts, thought) if isinstance(text, str) and text), None):
             cleaned["reasoning_content"] = reasoning
         calls = _tool_calls(fields, where)
         cleaned.pop("function_call", None)

@@ -1,13 +1,27 @@
 """Pre-tokenizers: the named rules that split text into words before byte-level BPE."""
 
+import re
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from tokenizers import Regex, normalizers, pre_tokenizers
 from tokenizers.normalizers import Normalizer
 from tokenizers.pre_tokenizers import PreTokenizer
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+# Every rule below ends a word here, and composition (NFC) does not cross it.
+_WORD_END = re.compile(r"(?<=[A-Za-z])(?= [A-Za-z])|(?<=\S\n)(?=[A-Za-z])")
 _WHITESPACE = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Map symbols of byte-level BPE to bytes: printable bytes map to themselves, the rest start at U+0100."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+BYTE_OF = _byte_alphabet()
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +37,18 @@ class WordRule:
     adds_bos: bool = False
     # Digits are cut out before the pattern is applied, which then sees the text between them alone.
     single_digits: bool = False
+
+    prefix: ClassVar[bool] = False
+    cuts: ClassVar[re.Pattern[str]] = _WORD_END
+
+    def escaped(self, text: str) -> str:
+        return text
+
+    def token_bytes(self, token: str) -> bytes:
+        try:
+            return bytes(map(BYTE_OF.__getitem__, token))
+        except KeyError:
+            return token.encode()
 
     def pre_tokenizer(self) -> PreTokenizer:
         patterns = [r"\p{N}", self.pattern] if self.single_digits else [self.pattern]
@@ -49,6 +75,13 @@ _LLAMA3 = WordRule(
     whole_words=True,
     adds_bos=True,
 )
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN = WordRule(
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+    rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_WHITESPACE}",
+    whole_words=True,
+    adds_bos=True,
+)
 _GPT2 = WordRule(r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
 _SMOLLM = replace(_GPT2, single_digits=True)
 
@@ -63,4 +96,5 @@ WORD_RULES: dict[str, WordRule] = {
     "gpt2": _GPT2,
     "default": _GPT2,
     "smollm": _SMOLLM,
+    "tekken": _TEKKEN,
 }

@@ -130,12 +130,12 @@ class ChatTemplate:
             return False
         return prompt.rstrip().endswith(THINK)
 
-    def effort(self, wanted: str | None) -> str | None:
+    def effort(self, asked_word: str | None) -> str | None:
         """Return the template's own word for an effort; None: it has none, and most refuse others."""
-        if wanted is None or EFFORT not in self.source:
+        if asked_word is None or EFFORT not in self.source:
             return None
         listed = set(re.findall("[\"']([a-z]+)[\"']", self.source))
-        return next((word for word in _NEAREST[wanted] if word in listed), None)
+        return next((word for word in _NEAREST[asked_word] if word in listed), None)
 
     def is_control_at(self, text: str, offset: int) -> bool:
         """Return whether a control token's string begins at `offset`."""
@@ -159,8 +159,8 @@ class ChatTemplate:
         `effort` of reasoning, as far as the template has a word for it.
         `continue_final`: the last message is the beginning of the assistant's answer; its turn stays open.
         """
-        if own := {"messages", BUDGET, *self._tokens} & extra.keys():
-            raise UsageError(f"template variable {min(own)!r} cannot be set; the conversation sets it")
+        if reserved := {"messages", BUDGET, *self._tokens} & extra.keys():
+            raise UsageError(f"template variable {min(reserved)!r} cannot be set; the conversation sets it")
         conversation: list[Message] = self._guard(normalise(messages, opens_reasoning=self._opens_reasoning))
         reasoning, answer = _final_text(conversation.pop()) if continue_final else ("", "")
         if answer and not reasoning:

@@ -13,7 +13,15 @@ from tokenizers.models import BPE
 
 from bough.errors import BadGGUF, Cancelled, PromptTooLong, UnsupportedModel, UsageError
 from bough.text.infill_tokens import InfillTokens
-from bough.text.pretokenizers import WORD_RULES, WordRule
+from bough.text.pretokenizers import BYTE_OF, WORD_RULES, WordRule
+from bough.text.sentencepiece import (
+    BYTE_NAMES,
+    SENTENCEPIECE_IDS,
+    SentencePieceRule,
+    cuts_between_words,
+    fault,
+    ranked_bpe,
+)
 from bough.text.stream import TextStream
 
 KEY = "tokenizer.ggml."
@@ -22,8 +30,6 @@ END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<|eom_id|>", "</s>")
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 SURROGATE = re.compile("[\ud800-\udfff]")
-# Every rule of pretokenizers.py ends a word here, and composition (NFC) does not cross it.
-WORD_END = re.compile(r"(?<=[A-Za-z])(?= [A-Za-z])|(?<=\S\n)(?=[A-Za-z])")
 PIECE = 1 << 13  # characters that one thread encodes at once: some 3 ms
 PIECES = 64  # encoded at once, by all cores
 # Composed text (NFC) has at least a third of the bytes of what it was composed from.
@@ -43,14 +49,6 @@ class TokenType(IntEnum):
 NON_TEXT = (TokenType.CONTROL, TokenType.UNKNOWN)
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """Map symbols of byte-level BPE to bytes: printable bytes map to themselves, the rest start at U+0100."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-BYTE_OF = _byte_alphabet()
 # C0, C1 and F5 to FF occur in no UTF-8 text. A vocabulary made from text may also lack control characters,
 # and the first bytes of planes without assigned characters (F1 to F4).
 _NEEDED_BYTES = {*b"\t\n\r", *range(0x20, 0xF1)} - {0x7F, 0xC0, 0xC1}
@@ -85,7 +83,7 @@ class EncodeLimit:
 
 
 class Tokenizer:
-    """Byte-level BPE with special tokens."""
+    """BPE of bytes or of characters (SentencePiece), with special tokens."""
 
     vocab_size: int
     stop_ids: frozenset[int]
@@ -102,9 +100,9 @@ class Tokenizer:
         return cls(_Reader(metadata, source or "the metadata"))
 
     def __init__(self, reader: "_Reader"):
-        rule = reader.rule()
         self._tokens = reader.tokens()
         self._types = reader.types(len(self._tokens))
+        self._rule = rule = reader.rule(self._tokens, self._types)
         self._ids = reader.ids(self._tokens, self._types)
         special = [
             (token, id) for id, token in enumerate(self._tokens) if self._types[id] != TokenType.NORMAL
@@ -119,10 +117,13 @@ class Tokenizer:
         vocabulary = self._ids.copy()
         for token in control:
             del vocabulary[token]
-        self._words = tokenizers.Tokenizer(reader.model(vocabulary, rule))
-        self._words.pre_tokenizer = rule.pre_tokenizer()
-        if normalizer := rule.normalizer():
-            self._words.normalizer = normalizer
+        if isinstance(rule, SentencePieceRule):
+            self._words = tokenizers.Tokenizer(reader.ranked_model(vocabulary, self._types))
+        else:
+            self._words = tokenizers.Tokenizer(reader.model(vocabulary, rule))
+            self._words.pre_tokenizer = rule.pre_tokenizer()
+            if normalizer := rule.normalizer():
+                self._words.normalizer = normalizer
 
         self.vocab_size = len(self._tokens)
         self.bos_id = reader.id("bos_token_id", self.vocab_size) if reader.adds_bos(rule) else None
@@ -170,28 +171,36 @@ class Tokenizer:
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of many short texts, in which no string is a special token."""
-        (counted, found), self._counted = self._counted, ([], [])
-        return [each.ids for each in (found if counted == texts else self._encodings(texts))]
+        (counted, encodings), self._counted = self._counted, ([], [])
+        return [each.ids for each in (encodings if counted == texts else self._encodings(texts))]
 
     def count_all(self, texts: Sequence[str]) -> list[int]:
         """Return how many ids each has; they are kept for a call of `encode_all` with the same texts."""
-        found = self._encodings(texts)
-        self._counted = list(texts), found
-        return [len(each) for each in found]
+        encodings = self._encodings(texts)
+        self._counted = list(texts), encodings
+        return [len(each) for each in encodings]
 
     def encodes_like(self, other: "Tokenizer") -> bool:
         """Return whether both have the same vocabulary and the same rules."""
-        if (self._ids, self._types, self.bos_id) != (other._ids, other._types, other.bos_id):
+        first, second = ((t._ids, t._types, t.bos_id, t._rule) for t in (self, other))
+        if first != second:
             return False
         return self._words.to_str() == other._words.to_str()
 
     def _encodings(self, texts: Sequence[str]) -> Sequence[tokenizers.Encoding]:
-        return self._words.encode_batch_fast([_encodable(text) for text in texts], add_special_tokens=False)
+        escaped = [self._rule.escaped(_encodable(text)) for text in texts]
+        return self._words.encode_batch_fast(escaped, add_special_tokens=False)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """Return the text of `ids`, invalid UTF-8 as U+FFFD; `skip_special` drops control tokens only."""
         piece = self._visible_bytes if skip_special else self.token_bytes
-        return b"".join(map(piece, ids)).decode("utf-8", errors="replace")
+        if not self._rule.prefix:
+            return b"".join(map(piece, ids)).decode("utf-8", errors="replace")
+        data, begins = bytearray(), True
+        for id in ids:
+            data += piece(id).removeprefix(b" ") if begins and not self._is_special(id) else piece(id)
+            begins = self._is_special(id)
+        return data.decode("utf-8", errors="replace")
 
     def token_bytes(self, id: int) -> bytes:
         """Return the raw bytes of a token: its name for control tokens, nothing for unused ones."""
@@ -201,10 +210,7 @@ class Tokenizer:
             )
         token, type = self._tokens[id], self._types[id]
         if type == TokenType.NORMAL:
-            try:
-                return bytes(map(BYTE_OF.__getitem__, token))
-            except KeyError:
-                return token.encode()
+            return self._rule.token_bytes(token)
         if type == TokenType.UNUSED:
             return b""
         if type == TokenType.BYTE and (match := BYTE_TOKEN.fullmatch(token)):
@@ -223,18 +229,21 @@ class Tokenizer:
         """Return a new incremental detokeniser."""
         return TextStream(self._visible_bytes if skip_special else self.token_bytes)
 
+    def _is_special(self, id: int) -> bool:
+        return self._types[id] in NON_TEXT or self._types[id] == TokenType.USER_DEFINED
+
     def _visible_bytes(self, id: int) -> bytes:
         data = self.token_bytes(id)
         return b"" if self._types[id] in NON_TEXT else data
 
     def _encode_words(self, text: str, limit: EncodeLimit | None) -> list[int]:
         ids: list[int] = []
-        pieces = _pieces(text)
+        pieces = _pieces(self._rule.escaped(text), self._rule.cuts)
         while some := list(islice(pieces, PIECES)):
             # Unlike `encode`, the library's batch functions release the GIL.
-            found = self._words.encode_batch_fast([piece for piece, _ in some], add_special_tokens=False)
-            for each, (_, more) in zip(found, some, strict=True):
-                ids += (piece := each.ids)
+            encodings = self._words.encode_batch_fast([piece for piece, _ in some], add_special_tokens=False)
+            for encoding, (_, more) in zip(encodings, some, strict=True):
+                ids += (piece := encoding.ids)
                 if limit is not None:
                     limit.count(len(piece), more=more)
         return ids
@@ -247,11 +256,16 @@ class _Reader:
         self.metadata = metadata
         self.source = source
 
-    def rule(self) -> WordRule:
+    def rule(self, tokens: list[str], types: list[int]) -> WordRule | SentencePieceRule:
         model = self._value("model")
+        if model == "llama":
+            prefix = bool(self.metadata.get(f"{KEY}add_space_prefix", True))
+            normal = [token for token, type in zip(tokens, types, strict=True) if type == TokenType.NORMAL]
+            return SentencePieceRule(prefix, cuts_between_words(normal))
         if model != "gpt2":
             raise UnsupportedModel(
-                f"{self.source}: {KEY}model is {model!r}; only 'gpt2' (byte-level BPE) is supported"
+                f"{self.source}: {KEY}model is {model!r}; supported are 'gpt2' (byte-level BPE)"
+                " and 'llama' (SentencePiece)"
             )
         pre = self._value("pre")
         if not isinstance(pre, str) or pre not in WORD_RULES:
@@ -306,7 +320,20 @@ class _Reader:
                     ) from error
             raise
 
-    def adds_bos(self, rule: WordRule) -> bool:
+    def ranked_model(self, vocabulary: dict[str, int], types: list[int]) -> BPE:
+        """Return the model of a SentencePiece vocabulary."""
+        scores = self._list("scores")
+        if len(scores) != len(types) or not all(isinstance(score, int | float) for score in scores):
+            raise self._bad("scores", f"has {len(scores)} entries; needs {len(types)} numbers, one a token")
+        if missing := [name for name in BYTE_NAMES if name not in vocabulary]:
+            raise self._bad("tokens", f"lacks {len(missing)} of the 256 tokens of bytes, as {missing[0]}")
+        words = {token: scores[id] for token, id in vocabulary.items() if types[id] == TokenType.NORMAL}
+        if reason := fault(words):
+            raise self._bad("tokens", reason)
+        others = (*BYTE_NAMES, *words)
+        return ranked_bpe({token: vocabulary[token] for token in others}, words)
+
+    def adds_bos(self, rule: WordRule | SentencePieceRule) -> bool:
         return bool(self.metadata.get(f"{KEY}add_bos_token", rule.adds_bos))
 
     def adds_eos(self) -> bool:
@@ -320,7 +347,8 @@ class _Reader:
         return frozenset(stops)
 
     def id(self, name: str, size: int) -> int | None:
-        value = self.metadata.get(KEY + name)
+        ranked = self.metadata.get(f"{KEY}model") == "llama"
+        value = self.metadata.get(KEY + name, SENTENCEPIECE_IDS.get(name) if ranked else None)
         return None if value is None else self._checked_id(name, value, size)
 
     def _checked_id(self, name: str, value: Any, size: int) -> int:
@@ -381,20 +409,20 @@ def _matches(
             position = end
 
 
-def _pieces(text: str) -> Iterator[tuple[str, bool]]:
+def _pieces(text: str, cuts: re.Pattern[str] | None) -> Iterator[tuple[str, bool]]:
     """Yield parts of a text that are encoded as the whole is, and whether more of it follows."""
     start = 0
     while start < len(text):
-        end = _word_end(text, start + PIECE)
+        end = _cut(text, start + PIECE, cuts) if cuts is not None else len(text)
         yield text[start:end], end < len(text)
         start = end
 
 
-def _word_end(text: str, start: int) -> int:
+def _cut(text: str, start: int, cuts: re.Pattern[str]) -> int:
     """Return the first position from `start` on at which cutting the text does not change its tokens."""
     # In windows, because a search over all of a long text would hold the GIL.
     for position in range(start, len(text), PIECE):
-        if match := WORD_END.search(text, position, position + PIECE + 2):
+        if match := cuts.search(text, position, position + PIECE + 2):
             return match.start()
     return len(text)
 

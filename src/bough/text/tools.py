@@ -44,20 +44,20 @@ class Tool:
         An argument that is not declared beside others is text.
         """
         undeclared = {"type": "string"} if self.properties else {}
-        found = _resolved(self.properties.get(key, undeclared), self.parameters)
-        options = {name: given for name in _OPTIONS if (given := _list(found, name))}
+        schema = _resolved(self.properties.get(key, undeclared), self.parameters)
+        options = {name: values for name in _OPTIONS if (values := _list(schema, name))}
         resolved = {name: [_resolved(each, self.parameters) for each in options[name]] for name in options}
-        return {**found, **resolved}
+        return {**schema, **resolved}
 
     @property
     def properties(self) -> Mapping[str, Any]:
-        found = self.parameters.get("properties")
-        return found if isinstance(found, Mapping) else {}
+        properties = self.parameters.get("properties")
+        return properties if isinstance(properties, Mapping) else {}
 
 
 def read_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[Tool]:
     """Parse function tools, whose fields are in `function` or next to `type`."""
-    found: list[Tool] = []
+    read: list[Tool] = []
     for index, tool in enumerate(tools or ()):
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
         name = function.get("name") if isinstance(function, Mapping) else None
@@ -74,8 +74,8 @@ def read_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[Tool]:
                 " needed a JSON schema",
                 param=f"tools[{index}].function.parameters",
             )
-        found.append(Tool(name, parameters, bool(function.get("strict")), f"tools[{index}]"))
-    return found
+        read.append(Tool(name, parameters, bool(function.get("strict")), f"tools[{index}]"))
+    return read
 
 
 def syntax_of(template: str) -> Syntax | None:
@@ -193,9 +193,9 @@ def _text_rule(name: str, schema: Mapping[str, Any], *, strict: bool = False) ->
     return f'{name}[suffix="\\n{END_PARAMETER}"]: /{expression}/'
 
 
-def _in_slashes(found: re.Match[str]) -> str:
+def _in_slashes(match: re.Match[str]) -> str:
     """Escape characters that would end an expression between slashes, unless escaped already."""
-    return {"/": r"\/", "\n": r"\n"}.get(found[0], found[0])
+    return {"/": r"\/", "\n": r"\n"}.get(match[0], match[0])
 
 
 def _json_call(rule: str, tool: Tool) -> list[str]:
@@ -223,9 +223,9 @@ def _choices(schema: Mapping[str, Any]) -> list[Any]:
 
 def _types(schema: Mapping[str, Any]) -> set[str]:
     """Return the names of the JSON types that a schema allows; none for any type."""
-    found = schema.get("type")
-    if isinstance(found, str):
-        return {found}
+    declared = schema.get("type")
+    if isinstance(declared, str):
+        return {declared}
     if named := {name for name in _list(schema, "type") if isinstance(name, str)}:
         return named
     if values := _choices(schema):
@@ -246,8 +246,8 @@ def _type(value: Any) -> str:
 
 def _list(schema: Mapping[str, Any], key: str) -> list[Any]:
     """Return a list in a schema; some clients send another type there, which counts as empty."""
-    found = schema.get(key)
-    return found if isinstance(found, list) else []
+    values = schema.get(key)
+    return values if isinstance(values, list) else []
 
 
 def _resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:

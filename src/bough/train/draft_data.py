@@ -112,8 +112,8 @@ def regenerate(
     _open_folder(folder, _index(target, prompts, settings))
     existing = shard_files(folder)
     have = {job for path in existing for job in read_shard(path).jobs}
-    total, kept = len(settings.temperatures) * len(fitting), len(have)
-    own = {
+    total, answered = len(settings.temperatures) * len(fitting), len(have)
+    facts = {
         (number, index): ids
         for number, ids in fitting[rank::ranks]
         for index in range(len(settings.temperatures))
@@ -121,10 +121,10 @@ def regenerate(
     }
     shards = _ShardWriter(folder, _SHARD[target.device.type], rank, ranks)
     deadline = time.monotonic() + 60 * (settings.minutes if settings.minutes is not None else math.inf)
-    for done, text in enumerate(_generated(target, own, settings) if own else (), 1):
+    for done, text in enumerate(_generated(target, facts, settings) if facts else (), 1):
         shards.add(*text)
         if progress is not None:
-            progress(kept + done, total)
+            progress(answered + done, total)
         if cancelled():
             shards.flush()
             return False
@@ -248,11 +248,11 @@ def _open_folder(folder: Path, index: dict[str, Any]) -> None:
     if not path.exists():
         write_json(path, index)
         return
-    found = read_json(path)
+    facts = read_json(path)
     for key, value in index.items():
-        if found.get(key) != value:
+        if facts.get(key) != value:
             raise UsageError(
-                f"{folder} was made with {key} {found.get(key)!r}, now it is {value!r}",
+                f"{folder} was made with {key} {facts.get(key)!r}, now it is {value!r}",
                 "choose another `output`, remove this folder, or reuse it with `tokens`",
             )
 
@@ -298,8 +298,8 @@ class TokenData:
         """Return the indices of the training texts and those of about `held_out` evenly spaced prompts."""
         prompts = np.unique(self.prompts)
         count = min(held_out, len(prompts) // 2)
-        chosen = prompts[np.linspace(0, len(prompts) - 1, count).astype(int)] if count else prompts[:0]
-        held = np.isin(self.prompts, chosen)
+        evaluated = prompts[np.linspace(0, len(prompts) - 1, count).astype(int)] if count else prompts[:0]
+        held = np.isin(self.prompts, evaluated)
         return np.flatnonzero(~held), np.flatnonzero(held)
 
 
@@ -333,20 +333,20 @@ def make_batch(data: TokenData, numbers: Sequence[int], *, anchors: int, block: 
     tokens = np.zeros((len(texts), -(-lengths.max() // _PADDING) * _PADDING), np.int64)
     rooms = lengths - 1 - data.boundaries[list(numbers)]  # anchors with at least one label
     count = min(anchors, -(-int(rooms.max()) // 8) * 8)
-    chosen = np.empty((len(texts), count), np.int64)
+    starts = np.empty((len(texts), count), np.int64)
     used = np.minimum(rooms, count)
     for row, (text, room) in enumerate(zip(texts, rooms, strict=True)):
         tokens[row, : len(text)] = text
         first = data.boundaries[numbers[row]]
         positions = np.sort(generator.permutation(room)[:count]) + first
         # Surplus blocks repeat the last position and have no valid labels.
-        chosen[row] = np.pad(positions, (0, count - len(positions)), mode="edge")
-    at = chosen[..., None] + np.arange(1, block)
+        starts[row] = np.pad(positions, (0, count - len(positions)), mode="edge")
+    at = starts[..., None] + np.arange(1, block)
     valid = (at < lengths[:, None, None]) & (np.arange(count) < used[:, None])[..., None]
     labels = np.take_along_axis(tokens, np.minimum(at, tokens.shape[1] - 1).reshape(len(texts), -1), 1)
     return Batch(
         tokens=torch.from_numpy(tokens),
-        anchors=torch.from_numpy(chosen),
+        anchors=torch.from_numpy(starts),
         labels=torch.from_numpy(labels.reshape(at.shape)),
         valid=torch.from_numpy(valid),
         real=int(lengths.sum()),

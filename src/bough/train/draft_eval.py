@@ -229,8 +229,8 @@ def check_parity(target: TrainingTarget, folder: Path, data: TokenData, numbers:
             worst = max(worst, float((ours - theirs).norm() / theirs.norm()))
             if model.candidate_selector is not None and draft.selector is not None:
                 ids = theirs.topk(draft.selector.candidates, -1).indices
-                own = model.candidate_selector(trained[0, block], ids, ids)
-                off = own - draft.selector(served[0], ids, ids)
+                logits = model.candidate_selector(trained[0, block], ids, ids)
+                off = logits - draft.selector(served[0], ids, ids)
                 worst = max(worst, float(off.norm() / theirs.norm()))
             left -= 1
         if left <= 0:

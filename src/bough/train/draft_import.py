@@ -32,26 +32,30 @@ def read_draft(path: Path, spec: DraftSpec, target: ModelSpec) -> dict[str, Tens
     """
     if path.suffix == ".gguf":
         with GGUFFile.open(path) as file:
-            found = DraftSpec.from_gguf(file)
-            return _weights(file, found, spec, target)
+            draft_spec = DraftSpec.from_gguf(file)
+            return _weights(file, draft_spec, spec, target)
     weights, config = find_checkpoint(path)
-    found = DraftSpec.from_config(read_config(config), source=str(config), target_depth=len(target.layers))
-    return _weights(SafetensorsSource(weights), found, spec, target)
+    draft_spec = DraftSpec.from_config(
+        read_config(config), source=str(config), target_depth=len(target.layers)
+    )
+    return _weights(SafetensorsSource(weights), draft_spec, spec, target)
 
 
-def _weights(source: TensorSource, found: DraftSpec, spec: DraftSpec, target: ModelSpec) -> dict[str, Tensor]:
-    found = found.with_heads(source.tensors)
-    has, needed = asdict(found), asdict(spec.with_heads({}))
-    free = (*_FREE, "second") if found.second is None else _FREE
+def _weights(
+    source: TensorSource, draft_spec: DraftSpec, spec: DraftSpec, target: ModelSpec
+) -> dict[str, Tensor]:
+    draft_spec = draft_spec.with_heads(source.tensors)
+    has, needed = asdict(draft_spec), asdict(spec.with_heads({}))
+    free = (*_FREE, "second") if draft_spec.second is None else _FREE
     for name in needed:
         if name not in free and not _same(has[name], needed[name]):
             raise UsageError(
-                f"{found.source}: its draft has {name} {has[name]}, needed {needed[name]}",
+                f"{draft_spec.source}: its draft has {name} {has[name]}, needed {needed[name]}",
                 "`continue_from` needs the target's own draft and the settings it was trained with",
             )
-    found.check_tensors(source.tensors, target, found.source)
-    own = (name for name in source.tensors if name not in SHARED_TENSORS)
-    return {checkpoint_name(name): _expanded(source, name) for name in own}
+    draft_spec.check_tensors(source.tensors, target, draft_spec.source)
+    names = (name for name in source.tensors if name not in SHARED_TENSORS)
+    return {checkpoint_name(name): _expanded(source, name) for name in names}
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -129,11 +129,11 @@ def selection(
     before is the true one, so that `right` is what the engine will find.
     """
     best = logits.detach().topk(selector.candidates, -1).indices
-    wanted = head.rows_of(labels)
-    found = best == wanted[..., None]
-    recalled = found.any(-1)
-    best[..., -1] = torch.where(recalled, best[..., -1], wanted)
-    place = torch.where(recalled, found.int().argmax(-1), best.shape[-1] - 1)
+    rows = head.rows_of(labels)
+    matches = best == rows[..., None]
+    recalled = matches.any(-1)
+    best[..., -1] = torch.where(recalled, best[..., -1], rows)
+    place = torch.where(recalled, matches.int().argmax(-1), best.shape[-1] - 1)
     before = torch.cat([anchors[:, None], labels[:, :-1]], 1)
     chosen = selector(hidden, before[..., None], head.tokens_of(best))[..., 0, :]
     scores = logits.gather(-1, best) + chosen
@@ -167,16 +167,16 @@ def block_loss(
     gradients = []
     roots = labels[:, 0] if anchors is None else anchors.flatten()
     parts = (each.split(size) for each in (rows, labels, valid, roots))
-    for group, wanted, counted, root in zip(*parts, strict=True):
+    for group, labels_of, counted, root in zip(*parts, strict=True):
         group = group.detach().requires_grad_(train)
         logits = linear(group.to(head.weights.dtype), head.weights).float()
-        rows = head.rows_of(wanted)
-        cost = cross_entropy(logits.flatten(0, 1), rows.flatten(), reduction="none").view_as(wanted)
+        rows = head.rows_of(labels_of)
+        cost = cross_entropy(logits.flatten(0, 1), rows.flatten(), reduction="none").view_as(labels_of)
         if selector is None:
             right, recalled, choice = logits.argmax(-1) == rows, torch.zeros_like(counted), cost * 0
         else:
             assert anchors is not None
-            selected = selection(selector, group, logits, wanted, root, head)
+            selected = selection(selector, group, logits, labels_of, root, head)
             right, recalled, choice = selected.right, selected.recalled, selected.cost
         with torch.no_grad():
             tally.add(cost, right, counted, recalled)

@@ -218,7 +218,7 @@ class TrainedSelector(nn.Module):
         return gated @ self.successor_codebook[ids].mT
 
 
-class DraftLayer(nn.Module):
+class TrainedLayer(nn.Module):
     def __init__(self, spec: DraftSpec, kind: LayerKind, causal: bool):
         super().__init__()
         self._convolves = spec.second is not None
@@ -248,7 +248,7 @@ class TrainedDraft(nn.Module):
         self.fc = nn.Linear(len(spec.taps) * spec.width, spec.width, bias=False)
         self.hidden_norm = nn.RMSNorm(spec.width, spec.eps)
         self.layers = nn.ModuleList(
-            DraftLayer(spec, kind, causal) for kind, causal in zip(spec.layers, spec.causal, strict=True)
+            TrainedLayer(spec, kind, causal) for kind, causal in zip(spec.layers, spec.causal, strict=True)
         )
         self.norm = nn.RMSNorm(spec.width, spec.eps)
         self.candidate_selector: TrainedSelector | None = None
@@ -319,14 +319,16 @@ class TrainedDraft(nn.Module):
         # [B, M, n]: the anchor's own feature does not exist yet when a block is drafted.
         before = context[None, None] >= anchors[..., None]
         before, ahead = before[:, :, None], rows - rows[:, None]  # ahead [T, T] = key - query
-        own = torch.zeros_like(ahead, dtype=torch.bool)
+        in_block = torch.zeros_like(ahead, dtype=torch.bool)
         if kind == "sliding":
             queries = (anchors[..., None] + rows)[..., None]
             before = before | (queries - context >= self.spec.window)
-            own = own | (ahead.abs() >= self.spec.window)
+            in_block = in_block | (ahead.abs() >= self.spec.window)
         if causal:
-            own = own | (ahead > 0)
+            in_block = in_block | (ahead > 0)
         if kind == "full" and not causal:
-            own = own[:1]
-        mask = torch.cat([before.expand(-1, -1, own.shape[0], -1), own.expand(*anchors.shape, -1, -1)], -1)
+            in_block = in_block[:1]
+        mask = torch.cat(
+            [before.expand(-1, -1, in_block.shape[0], -1), in_block.expand(*anchors.shape, -1, -1)], -1
+        )
         return mask[:, None, :, None]

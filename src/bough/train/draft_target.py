@@ -64,13 +64,13 @@ def load_target(path: Path, *, device: str = "auto", progress: Progress | None =
         )
 
 
-def mask_token(target: TrainingTarget, wanted: int | None = None) -> int:
+def mask_token(target: TrainingTarget, id: int | None = None) -> int:
     """Return the mask token's id: `wanted`, else <|mask|>, else a token that occurs in no text."""
     rows = target.spec.vocab_size
-    if wanted is not None:
-        if not 0 <= wanted < rows:
-            raise UsageError(f"`mask_token` is {wanted}, needed a row of the embedding, 0 to {rows - 1}")
-        return wanted
+    if id is not None:
+        if not 0 <= id < rows:
+            raise UsageError(f"`mask_token` is {id}, needed a row of the embedding, 0 to {rows - 1}")
+        return id
     if (token := target.tokenizer.id_of(MASK_TOKEN)) is not None:
         return token
     types = target.metadata[f"{KEY}token_type"]

@@ -287,21 +287,21 @@ class Trainer:
         if not self._ranks.first:
             return None
         state = self._state
-        found = evaluate(self.model, self._reader, self._frozen, self._evaluated, step=state.step)
+        evaluation = evaluate(self.model, self._reader, self._frozen, self._evaluated, step=state.step)
         seen = min(state.step * self._config.batch, len(self._train))
         place = {"answers": seen, "tokens": state.tokens, "seconds": round(state.elapsed, 1)}
-        state.history.append(asdict(found) | place | {"train_loss": self._running.mean_loss})
-        self._notify(found)
-        return found
+        state.history.append(asdict(evaluation) | place | {"train_loss": self._running.mean_loss})
+        self._notify(evaluation)
+        return evaluation
 
     def _micro_batch(self, texts: int) -> int:
         """Return the number of texts whose activations fit in memory; may enable recomputation."""
         spec, config = self.spec, self._config
         # Float32 activations kept for the backward pass, per row and layer.
-        kept = 14 * spec.width + 8 * spec.heads * spec.head_dim + 4 * spec.feed_forward
-        kept += 2 * spec.heads * int(self._data.lengths.max())
+        values = 14 * spec.width + 8 * spec.heads * spec.head_dim + 4 * spec.feed_forward
+        values += 2 * spec.heads * int(self._data.lengths.max())
         rows = config.anchors * spec.block_size
-        size = 4 * rows * kept * len(spec.layers)
+        size = 4 * rows * values * len(spec.layers)
         room = int(_MEMORY * available_memory(self._target.device))
         if size > room:
             self.model.recompute = True
@@ -323,27 +323,27 @@ class Trainer:
                 f"{path}: was trained with `optimiser` {state['optimiser']}, not {self._config.optimiser}"
             )
         self.model.load_state_dict(state["model"])
-        for optimiser, kept in zip(self._optimisers, state["optimisers"], strict=True):
-            optimiser.load_state_dict(kept)
+        for optimiser, saved in zip(self._optimisers, state["optimisers"], strict=True):
+            optimiser.load_state_dict(saved)
         self._state = _RunState(**state["place"])
 
     def _open_portable(self, folder: Path) -> None:
         """Go on from a portable checkpoint, if there is one; the optimiser begins anew."""
-        found = read_portable(folder)
-        if found is not None:
-            weights, facts = found
+        checkpoint = read_portable(folder)
+        if checkpoint is not None:
+            weights, facts = checkpoint
             self._check_spec(facts["spec"], folder)
             self.model.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
             self._state = _RunState(**facts["place"])
             self._restarted = self._state.step
 
-    def _check_spec(self, found: dict[str, Any], path: Path) -> None:
+    def _check_spec(self, saved: dict[str, Any], path: Path) -> None:
         """Raise if a checkpoint's draft has another shape; in JSON tuples are lists."""
         needed = asdict(self.spec)
         for name in needed:
-            if name != "source" and json.dumps(found[name]) != json.dumps(needed[name]):
+            if name != "source" and json.dumps(saved[name]) != json.dumps(needed[name]):
                 raise UsageError(
-                    f"{path}: its draft has {name} {found[name]}, needed {needed[name]}",
+                    f"{path}: its draft has {name} {saved[name]}, needed {needed[name]}",
                     "`resume` needs the settings of the first run; otherwise choose another `output`",
                 )
 

@@ -111,12 +111,12 @@ def _ordered(asked: Sequence[Asked]) -> deque[tuple[int, bool]]:
     Groups of prompts in the order given; in a group first every prompt once, then all again.
     """
     by_prompt: dict[tuple[int, ...], list[int]] = {}
-    for index, each in enumerate(asked):
-        by_prompt.setdefault(tuple(each.prompt), []).append(index)
+    for index, request in enumerate(asked):
+        by_prompt.setdefault(tuple(request.prompt), []).append(index)
     prompts = list(by_prompt.values())
     order: deque[tuple[int, bool]] = deque()
     for start in range(0, len(prompts), _GROUP):
         group = prompts[start : start + _GROUP]
         for turn in range(max(map(len, group))):
-            order += [(own[turn], turn + 1 == len(own)) for own in group if turn < len(own)]
+            order += [(turns[turn], turn + 1 == len(turns)) for turns in group if turn < len(turns)]
     return order

@@ -32,17 +32,17 @@ def export_mtp(path: Path, target: Path, model: TrainedMTP) -> None:
             )
         prefix, layers = file.architecture, len(ModelSpec.from_gguf(file).layers)
         counts = {f"{prefix}.block_count": layers + 1, f"{prefix}.nextn_predict_layers": 1}
-        own = {name: info for name, info in file.tensors.items() if name not in tensors}
+        infos = {name: info for name, info in file.tensors.items() if name not in tensors}
         with GGUFWriter(path, file.architecture) as writer:
             for key, value in {**file.metadata, **counts}.items():
                 if key not in _WRITER_KEYS and value != []:
                     writer.add(key, value, ValueType.INT32 if key.endswith("token_type") else None)
-            for name, info in own.items():
+            for name, info in infos.items():
                 writer.add_tensor(name, info.shape, info.type)
             for name, tensor in tensors.items():
                 writer.add_tensor(name, tuple(tensor.shape), tensor_type(tensor))
             writer.write_header()
-            for name in own:
+            for name in infos:
                 writer.write_tensor(name, file.raw(name))
             for name, tensor in tensors.items():
                 writer.write_tensor(name, quantise(tensor, tensor_type(tensor)).numpy())

@@ -135,16 +135,16 @@ class TrainedMTP(nn.Module):
         keys, values = self._key_value(self._norm("attn_norm", context), positions[None])
         # A row sees the positions up to its anchor; the first one has no hidden state before it.
         seen = (positions >= 1) & (positions <= anchors[..., None])  # [B, M, n]
-        chosen = anchors[..., None].expand(-1, -1, width)
-        x = context.gather(1, chosen)  # [B, M, width]
-        rows, own = [torch.zeros_like(x)], []
+        index = anchors[..., None].expand(-1, -1, width)
+        x = context.gather(1, index)  # [B, M, width]
+        rows, pairs = [torch.zeros_like(x)], []
         for depth in range(embeddings.shape[2] - 1):
             if depth:
                 x = self._fuse(embeddings[:, :, depth], rows[-1])
             h = self._norm("attn_norm", x)
             if depth:
-                own.append(self._key_value(h, anchors + depth))
-            x = x + self._attend(h, anchors + depth, keys, values, seen, own)
+                pairs.append(self._key_value(h, anchors + depth))
+            x = x + self._attend(h, anchors + depth, keys, values, seen, pairs)
             h = self._norm(self._target.family.feed_forward_norm, x)
             x = x + self._matmul("ffn_down", silu(self._matmul("ffn_gate", h)) * self._matmul("ffn_up", h))
             rows.append(rms_norm(x.float(), (width,), self._weight("nextn.shared_head_norm"), eps))
@@ -161,7 +161,7 @@ class TrainedMTP(nn.Module):
         keys: Tensor,
         values: Tensor,
         seen: Tensor,
-        own: list[tuple[Tensor, Tensor]],
+        pairs: list[tuple[Tensor, Tensor]],
     ) -> Tensor:
         """Attend from h [B, M, width] to the context [B, n, KV, D] and to the rows `own` of each path."""
         dim, kv_heads = self.spec.head_dim, self.spec.kv_heads
@@ -173,10 +173,10 @@ class TrainedMTP(nn.Module):
         q = (q * dim**-0.5).unflatten(2, (kv_heads, -1))  # [B, M, KV, group, D]
         scores = torch.einsum("bmkgd,bnkd->bmkgn", q, keys)
         scores = scores.masked_fill(~seen[:, :, None, None], -torch.inf)
-        path = [torch.einsum("bmkgd,bmkd->bmkg", q, key)[..., None] for key, _ in own]
+        path = [torch.einsum("bmkgd,bmkd->bmkg", q, key)[..., None] for key, _ in pairs]
         weights = torch.cat([scores, *path], -1).float().softmax(-1)
         out = torch.einsum("bmkgn,bnkd->bmkgd", weights[..., : keys.shape[1]].to(values.dtype), values)
-        for place, (_, value) in enumerate(own, keys.shape[1]):
+        for place, (_, value) in enumerate(pairs, keys.shape[1]):
             out = out + weights[..., place, None] * value[:, :, :, None]
         out = out.flatten(2, 3)
         if gate is not None:

@@ -43,12 +43,12 @@ def write_portable(folder: Path, step: int, weights: Mapping[str, Tensor], facts
 
 def read_portable(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
     """Return weights and facts of the newest checkpoint whose pieces are all there; None: there is none."""
-    found: dict[tuple[str, str], list[Path]] = {}  # by step and number of pieces
+    pieces: dict[tuple[str, str], list[Path]] = {}  # by step and number of pieces
     for path in _files(folder):
         matched = _NAME.fullmatch(path.name)
         assert matched is not None
-        found.setdefault((matched[1], matched[3]), []).append(path)
-    whole = [paths for (_, count), paths in sorted(found.items()) if len(paths) == int(count)]
+        pieces.setdefault((matched[1], matched[3]), []).append(path)
+    whole = [paths for (_, count), paths in sorted(pieces.items()) if len(paths) == int(count)]
     if not whole:
         return None
     parts = [path.read_bytes() for path in whole[-1]]

@@ -18,7 +18,6 @@ from bough.errors import ModelFileError, UsageError
 from bough.train.files import write_whole
 
 PATTERN = "tokens-*.npz*"
-_PACKED_TOKENS = 8_000_000  # of a packed shard: at 8 to 11 bits a token 8 to 11 MB
 Job = tuple[int, int]  # number of the prompt, index of the temperature
 
 
@@ -55,11 +54,6 @@ class Shard:
         yield from zip(self.prompts.tolist(), self.temperatures.tolist(), strict=True)
         yield from ((int(prompt), int(temperature)) for prompt, temperature in self.skipped)
 
-    @classmethod
-    def joined(cls, shards: Sequence["Shard"]) -> "Shard":
-        fields = cls.__slots__
-        return cls(*(np.concatenate([getattr(each, name) for each in shards]) for name in fields))
-
 
 def shard_files(folder: Path) -> list[Path]:
     return sorted(folder.glob(PATTERN))
@@ -76,7 +70,7 @@ def write_shard(path: Path, texts: Sequence[ShardText], skipped: Iterable[Job] =
         temperatures=np.array([text.temperature for text in ordered], np.int32),
         skipped=np.array(sorted(skipped), np.int32).reshape(-1, 2),
     )
-    write_whole(path, lambda file: np.savez_compressed(file, **_arrays(shard)))
+    write_whole(path, lambda file: np.savez_compressed(file, **arrays(shard)))
 
 
 def read_shard(path: Path, *, vocabulary: int | None = None) -> Shard:
@@ -110,27 +104,5 @@ def read_shard(path: Path, *, vocabulary: int | None = None) -> Shard:
 _PACKING = (zlib.error, lzma.LZMAError)
 
 
-def pack_shards(folder: Path, into: Path) -> list[Path]:
-    """Write all shards of a folder as few small files, to be carried elsewhere; return them."""
-    shards = [read_shard(path) for path in shard_files(folder)]
-    groups: list[list[Shard]] = []
-    room = 0
-    for shard in shards:
-        if len(shard.tokens) > room:
-            groups.append([])
-            room = _PACKED_TOKENS
-        groups[-1].append(shard)
-        room -= len(shard.tokens)
-    paths = []
-    for number, group in enumerate(groups):
-        raw = io.BytesIO()
-        np.savez(raw, **_arrays(Shard.joined(group)))
-        # Of LZMA, which finds what recurs in texts of one target: four fifths of a deflated file.
-        data = lzma.compress(raw.getvalue(), preset=6)
-        paths.append(into / f"tokens-{number:05}.npz.xz")
-        write_whole(paths[-1], lambda file, data=data: file.write(data))
-    return paths
-
-
-def _arrays(shard: Shard) -> dict[str, Any]:
+def arrays(shard: Shard) -> dict[str, Any]:
     return {name: np.asarray(getattr(shard, name), np.int32) for name in Shard.__slots__}

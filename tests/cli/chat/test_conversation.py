@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bough.cli.chat import conversation as saved
-from bough.cli.chat.conversation import Conversation, Message, Settings
+from bough.cli.chat.conversation import ChatSettings, Conversation, Message
 from bough.errors import UsageError
 
 TURNS = st.builds(
@@ -27,29 +27,29 @@ TURNS = st.builds(
 )
 def test_what_is_saved_is_loaded(tmp_path_factory, conversation, temperature, seed, budget):
     path = tmp_path_factory.mktemp("chat") / "talk.json"
-    settings = Settings({"temperature": temperature, "seed": seed}, ["\n\n"], True, 100, "low", budget)
+    settings = ChatSettings({"temperature": temperature, "seed": seed}, ["\n\n"], True, 100, "low", budget)
     saved.save(path, conversation, settings, model="a model")
     assert saved.load(path) == (conversation, settings)
-    saved.save(path, Conversation(), Settings(), model="a model")
-    assert saved.load(path) == (Conversation(), Settings())
+    saved.save(path, Conversation(), ChatSettings(), model="a model")
+    assert saved.load(path) == (Conversation(), ChatSettings())
 
 
 def test_files_of_others_are_not_written_over(tmp_path):
     path = tmp_path / "notes.json"
     path.write_text('{"notes": 1}')
     with pytest.raises(UsageError, match="is not a saved conversation"):
-        saved.save(path, Conversation(), Settings(), model="")
+        saved.save(path, Conversation(), ChatSettings(), model="")
     assert path.read_text() == '{"notes": 1}'
     with pytest.raises(UsageError, match="is a folder"):
-        saved.save(tmp_path, Conversation(), Settings(), model="")
+        saved.save(tmp_path, Conversation(), ChatSettings(), model="")
     with pytest.raises(UsageError, match="cannot be written: No such file"):
-        saved.save(tmp_path / "none" / "x.json", Conversation(), Settings(), model="")
+        saved.save(tmp_path / "none" / "x.json", Conversation(), ChatSettings(), model="")
     assert [each.name for each in tmp_path.iterdir()] == ["notes.json"]
 
 
 def test_a_saved_file_is_its_owners(tmp_path):
     path = tmp_path / "talk.json"
-    saved.save(path, Conversation(), Settings(), model="")
+    saved.save(path, Conversation(), ChatSettings(), model="")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
@@ -83,13 +83,13 @@ def test_messages_of_other_programs(tmp_path):
     turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "q", "name": "x"}]
     for content in (turns, {"messages": turns, "temperature": 1}):
         path.write_text(json.dumps(content))
-        assert saved.load(path) == (Conversation("s", [Message("user", "q")]), Settings())
+        assert saved.load(path) == (Conversation("s", [Message("user", "q")]), ChatSettings())
     with pytest.raises(UsageError, match="cannot be read: No such file"):
         saved.load(tmp_path / "none.json")
 
 
 def test_settings():
-    settings = Settings()
+    settings = ChatSettings()
     settings.set("temperature", "0.5")
     settings.set("stop", r"\n\n")
     settings.set("stop", "END")
@@ -97,7 +97,7 @@ def test_settings():
     assert settings.shown("temperature") == "0.5" and settings.shown("top_k") == "default"
     settings.set("temperature", "default")
     settings.set("stop", "default")
-    assert settings == Settings()
+    assert settings == ChatSettings()
     for name, value in [
         ("heat", "1"),
         ("top_k", "1.5"),
@@ -107,7 +107,7 @@ def test_settings():
     ]:
         with pytest.raises(UsageError):
             settings.set(name, value)
-    assert settings == Settings()
+    assert settings == ChatSettings()
 
 
 def test_turns():

@@ -5,8 +5,8 @@ import socket
 
 import pytest
 
-from bough.cli.chat.remote import RemoteBackend, ServerFailed, address
 from bough.errors import UsageError
+from bough.session.remote import RemoteSession, ServerFailed, address
 from tests.cli.chat_server import ChatServer, echo, thought
 
 
@@ -106,18 +106,18 @@ def test_a_server_of_another_kind(models):
     with ChatServer(echo) as server:
         server.models = models
         with pytest.raises(ServerFailed, match="is not what an OpenAI-compatible server answers"):
-            RemoteBackend.connect(server.url, key=None, model=None)
+            RemoteSession.connect(server.url, key=None, model=None)
 
 
 def test_a_server_that_lists_no_models():
     with ChatServer(echo) as server:
         server.models = None
         with pytest.raises(ServerFailed, match="says 404: not found"):
-            RemoteBackend.connect(server.url, key=None, model=None)
-        assert RemoteBackend.connect(server.url, key=None, model="m").name == "m"
+            RemoteSession.connect(server.url, key=None, model=None)
+        assert RemoteSession.connect(server.url, key=None, model="m").name == "m"
         server.models = {"data": []}
         with pytest.raises(ServerFailed, match="lists no model"):
-            RemoteBackend.connect(server.url, key=None, model=None)
+            RemoteSession.connect(server.url, key=None, model=None)
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,11 @@ import pytest
 
 from bough.cli import view
 from bough.cli.chat import slash_commands
-from bough.cli.chat.backend import Event, ReasoningDelta, ReplyEnd, TextDelta
-from bough.cli.chat.conversation import Conversation, Message, Settings
+from bough.cli.chat.backend import Event, ReplyEnd
+from bough.cli.chat.conversation import ChatSettings, Conversation, Message
 from bough.cli.chat.loop import Chat, _as_ours
 from bough.errors import BoughError, PromptTooLong, UsageError
+from bough.session.events import Reasoning, Text
 
 
 class Parrot:
@@ -25,30 +26,30 @@ class Parrot:
     breakable = False
 
     def __init__(self) -> None:
-        self.asked: list[tuple[list[Any], Settings, int]] = []
+        self.asked: list[tuple[list[Any], ChatSettings, int]] = []
         self.failure: Exception | None = None
 
-    def defaults(self, settings: Settings) -> Mapping[str, float]:
+    def defaults(self, settings: ChatSettings) -> Mapping[str, float]:
         return {"temperature": 0.7}
 
-    def check(self, settings: Settings) -> None:
+    def check(self, settings: ChatSettings) -> None:
         if settings.draft_budget == 63:
             raise UsageError("63 is too much")
 
     def reply(
         self,
         messages: Sequence[Mapping[str, Any]],
-        settings: Settings,
+        settings: ChatSettings,
         *,
         seed: int,
         cancelled: Callable[[], bool],
     ) -> Generator[Event]:
         self.asked.append(([*messages], settings, seed))
-        yield ReasoningDelta("hmm")
+        yield Reasoning("hmm")
         if self.failure is not None and "late" not in str(self.failure):
             raise self.failure
         greedy = settings.values.get("temperature") == 0
-        yield TextDelta(f"{messages[-1]['content']}{'' if greedy else f' {seed}'}")
+        yield Text(f"{messages[-1]['content']}{'' if greedy else f' {seed}'}")
         if self.failure is not None:
             raise self.failure
         yield ReplyEnd(
@@ -65,9 +66,9 @@ def parrot() -> Parrot:
 
 @pytest.fixture
 def talk(parrot, monkeypatch) -> Callable[..., Chat]:
-    def run(*lines: str, settings: Settings | None = None) -> Chat:
+    def run(*lines: str, settings: ChatSettings | None = None) -> Chat:
         monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
-        chat = Chat(parrot, Conversation(), settings or Settings(), screen=view.Screen())
+        chat = Chat(parrot, Conversation(), settings or ChatSettings(), screen=view.Screen())
         chat.code = chat.run()
         return chat
 
@@ -79,7 +80,7 @@ def contents(chat: Chat) -> list[str]:
 
 
 def test_lines_are_messages_and_the_conversation_grows(talk, parrot, capsys):
-    chat = talk("hello", "  ", "two\\", "lines", settings=Settings({"seed": 5}))
+    chat = talk("hello", "  ", "two\\", "lines", settings=ChatSettings({"seed": 5}))
     assert contents(chat) == ["hello", "hello 5", "two\nlines", "two\nlines 5"]
     assert [len(messages) for messages, _, _ in parrot.asked] == [1, 3]
     assert chat.conversation.messages[1] == Message("assistant", "hello 5", "hmm")
@@ -120,12 +121,12 @@ def test_another_answer_has_another_seed(talk, parrot):
 
 
 def test_another_answer_has_another_seed_than_one_that_was_set(talk, parrot):
-    talk("a", "/regen", "/regen", "b", settings=Settings({"seed": 5}))
+    talk("a", "/regen", "/regen", "b", settings=ChatSettings({"seed": 5}))
     assert [seed for _, _, seed in parrot.asked] == [5, 6, 7, 5]
 
 
 def test_a_greedy_answer_is_the_same_again_and_a_line_says_why(talk, parrot, capsys):
-    chat = talk("a", "/regen", settings=Settings({"temperature": 0}))
+    chat = talk("a", "/regen", settings=ChatSettings({"temperature": 0}))
     assert contents(chat) == ["a", "a"]
     assert "The same text: the temperature is 0." in capsys.readouterr().err
 
@@ -307,7 +308,7 @@ def test_copy(talk, monkeypatch, capsys):
     copied: list[str] = []
     monkeypatch.setattr(view, "copy", copied.append)
     code = "Look:\\\n```python\\\nx = 1\\\n```\\\n```\\\ny\\\n```"
-    talk("hello", "/copy", "/copy code", code, "/copy code", settings=Settings({"seed": 5}))
+    talk("hello", "/copy", "/copy code", code, "/copy code", settings=ChatSettings({"seed": 5}))
     assert copied == ["hello 5", "y\n"]
     assert "there is no code in the last reply" in capsys.readouterr().err
 
@@ -326,7 +327,7 @@ def test_another_model(talk, parrot, capsys):
     class Other(Parrot):
         name = "Other"
 
-        def check(self, settings: Settings) -> None:
+        def check(self, settings: ChatSettings) -> None:
             if settings.thinking is not None:
                 raise UsageError("it does not think")
 

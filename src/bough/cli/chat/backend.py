@@ -5,31 +5,13 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from bough.cli import report
-from bough.cli.chat.conversation import OPTIONS, Settings
+from bough.cli.chat.conversation import OPTIONS, ChatSettings
 from bough.cli.loading import summary
 from bough.errors import UsageError
+from bough.session.events import Finished, Progress, Reasoning, Text
 
 if TYPE_CHECKING:
-    from bough.session.requests import Finished
     from bough.session.session import Session
-
-
-@dataclass(frozen=True, slots=True)
-class PromptProgress:
-    """Tokens of the prompt that have been prefilled."""
-
-    done: int
-    total: int
-
-
-@dataclass(frozen=True, slots=True)
-class ReasoningDelta:
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class TextDelta:
-    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +22,7 @@ class ReplyEnd:
     notes: Sequence[str] = field(default_factory=tuple)
 
 
-Event = PromptProgress | ReasoningDelta | TextDelta | ReplyEnd
+Event = Progress | Reasoning | Text | ReplyEnd
 
 
 class Backend(Protocol):
@@ -59,25 +41,25 @@ class Backend(Protocol):
         """Return whether a reply may be abandoned at any moment, without a request to stop."""
         ...
 
-    def check(self, settings: Settings) -> None:
+    def check(self, settings: ChatSettings) -> None:
         """Raise UsageError for settings that cannot be honoured."""
         ...
 
-    def defaults(self, settings: Settings) -> Mapping[str, float]:
+    def defaults(self, settings: ChatSettings) -> Mapping[str, float]:
         """Return the values of settings that are not set, where the backend has them."""
         ...
 
     def reply(
         self,
         messages: Sequence[Mapping[str, Any]],
-        settings: Settings,
+        settings: ChatSettings,
         *,
         seed: int,
         cancelled: Callable[[], bool],
     ) -> Generator[Event]: ...
 
 
-class Models(Protocol):
+class ModelSource(Protocol):
     """Where the models of a chat come from."""
 
     def find(self, name: str | None) -> Callable[[], Backend]:
@@ -99,13 +81,13 @@ class LocalBackend:
     def about(self) -> str:
         return summary(self._session, drafted=self._drafted, speculating=self._speculating)
 
-    def check(self, settings: Settings) -> None:
+    def check(self, settings: ChatSettings) -> None:
         if settings.thinking is not None and not self._session.template.supports_thinking:
             raise UsageError(f"{self.name} has no switch for thinking in its chat template")
         if settings.draft_budget and not self._speculating:
             raise UsageError("the model was loaded without a draft", "start the chat without --no-draft")
 
-    def defaults(self, settings: Settings) -> Mapping[str, float]:
+    def defaults(self, settings: ChatSettings) -> Mapping[str, float]:
         sampling = self._session.sampling_for(settings.thinking)
         values = {name: getattr(sampling, name, None) for name in OPTIONS}
         return {name: value for name, value in values.items() if value is not None}
@@ -113,12 +95,12 @@ class LocalBackend:
     def reply(
         self,
         messages: Sequence[Mapping[str, Any]],
-        settings: Settings,
+        settings: ChatSettings,
         *,
         seed: int,
         cancelled: Callable[[], bool],
     ) -> Generator[Event]:
-        from bough.session.requests import Finished, Progress, Reasoning, Text, TextRequest
+        from bough.session.requests import TextRequest
 
         values = {name: value for name, value in settings.values.items() if name != "max_tokens"}
         limit = settings.values.get("max_tokens")
@@ -135,18 +117,13 @@ class LocalBackend:
             cancelled=cancelled,
         )
         for event in self._session.generate(request):
-            match event:
-                case Progress():
-                    yield PromptProgress(event.done, event.total)
-                case Reasoning():
-                    yield ReasoningDelta(event.text)
-                case Text():
-                    yield TextDelta(event.text)
-                case Finished():
-                    plain = not self._speculating or settings.draft_budget == 0
-                    yield self._ended(event, plain=plain, sampled=sampling.temperature > 0)
+            if isinstance(event, Finished):
+                plain = not self._speculating or settings.draft_budget == 0
+                yield self._ended(event, plain=plain, sampled=sampling.temperature > 0)
+            elif isinstance(event, Progress | Reasoning | Text):
+                yield event
 
-    def _ended(self, finished: "Finished", *, plain: bool, sampled: bool) -> ReplyEnd:
+    def _ended(self, finished: Finished, *, plain: bool, sampled: bool) -> ReplyEnd:
         interrupted = finished.reason == "cancelled"
         line = report.line(finished, plain=plain, sampled=sampled, interrupted=interrupted)
         details = {"model": self.name, "finish_reason": finished.reason} | report.statistics(finished.stats)

@@ -30,8 +30,8 @@ from bough.config import EngineConfig, environment
 from bough.errors import UsageError
 
 if TYPE_CHECKING:
-    from bough.cli.chat.backend import Backend, Models
-    from bough.cli.chat.conversation import Conversation, Settings
+    from bough.cli.chat.backend import Backend, ModelSource
+    from bough.cli.chat.conversation import ChatSettings, Conversation
 
 _server, _prompt, _sampling = panel("Server"), panel("Prompt"), panel("Sampling")
 
@@ -47,34 +47,20 @@ ChatModel = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class RemoteOptions:
-    url: Annotated[
-        str | None,
-        _server(
-            "--url",
-            metavar="URL",
-            help="Talk to an OpenAI-compatible server instead of loading a model: http://127.0.0.1:8000",
-        ),
-    ] = None
-    api_key: Annotated[
-        str | None, _server("--api-key", metavar="KEY", help="For --url; else BOUGH_API_KEY.")
-    ] = None
+    url: str | None = _server(
+        "Talk to an OpenAI-compatible server instead of loading a model: http://127.0.0.1:8000", "URL"
+    )
+    api_key: str | None = _server("For --url; else BOUGH_API_KEY.", "KEY")
 
 
 @dataclass(frozen=True, slots=True)
 class ConversationOptions:
     system: System = None
-    load: Annotated[
-        Path | None, _prompt("--load", metavar="PATH", help="Go on with a conversation that /save wrote.")
-    ] = None
+    load: Path | None = _prompt("Go on with a conversation that /save wrote.", "PATH")
     think: Think = None
-    settings: Annotated[
-        list[str] | None,
-        _sampling(
-            "--set",
-            metavar="NAME=VALUE",
-            help="What /set sets, by its name there; may be given several times.",
-        ),
-    ] = None
+    settings: list[str] | None = _sampling(
+        "What /set sets, by its name there; may be given several times.", "--set NAME=VALUE"
+    )
 
 
 # What a conversation has a setting for.
@@ -108,7 +94,7 @@ def chat(
     sampling.check(screen, system=beginning.system)
     conversation, settings = _begin(beginning, sampling)
     config = engine.config(cache)
-    models: Models
+    models: ModelSource
     if remote.url is not None:
         check_remote(engine, cache)
         speculation.check_remote(speculating)
@@ -122,10 +108,10 @@ def chat(
 
 
 def converse(
-    models: "Models",
+    models: "ModelSource",
     model: str | None,
     conversation: "Conversation",
-    settings: "Settings",
+    settings: "ChatSettings",
     *,
     screen: view.Screen,
     quiet: bool,
@@ -143,22 +129,22 @@ def converse(
         raise typer.Exit(code)
 
 
-def _begin(options: ConversationOptions, sampling: SamplingOptions) -> "tuple[Conversation, Settings]":
+def _begin(options: ConversationOptions, sampling: SamplingOptions) -> "tuple[Conversation, ChatSettings]":
     """Return a new or loaded conversation and its settings, changed by what the command line says."""
-    from bough.cli.chat.conversation import Conversation, Settings
+    from bough.cli.chat.conversation import ChatSettings, Conversation
     from bough.cli.chat.conversation import load as read
 
-    conversation, settings = (Conversation(), Settings()) if options.load is None else read(options.load)
+    conversation, settings = (Conversation(), ChatSettings()) if options.load is None else read(options.load)
     conversation.system = options.system if options.system is not None else conversation.system
     settings.thinking = options.think if options.think is not None else settings.thinking
     settings.values |= sampling.given()
     settings.stop += sampling.stops
     if sampling.limit is not None:
         settings.values["max_tokens"] = sampling.limit
-    for each in options.settings or ():
-        name, equals, value = each.partition("=")
+    for setting in options.settings or ():
+        name, equals, value = setting.partition("=")
         if not equals:
-            raise UsageError(f"--set is {each!r}; needs NAME=VALUE, as in top_p=0.9")
+            raise UsageError(f"--set is {setting!r}; needs NAME=VALUE, as in top_p=0.9")
         settings.set(name, value)
     return conversation, settings
 
@@ -177,9 +163,10 @@ class RemoteModels:
 
     def _connect(self, name: str | None) -> "Backend":
         from bough.cli.chat.remote import RemoteBackend
+        from bough.session.remote import RemoteSession
 
         with self.screen.waiting(f"Connecting to {self.url}"):
-            return RemoteBackend.connect(self.url, key=self.key, model=name)
+            return RemoteBackend(RemoteSession.connect(self.url, key=self.key, model=name))
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ NAMES = (*OPTIONS, STOP)
 
 
 @dataclass(slots=True)
-class Settings:
+class ChatSettings:
     """Settings of replies; those that are None or absent are left to the model or the server."""
 
     values: dict[str, float | int] = field(default_factory=dict)
@@ -82,21 +82,21 @@ class Settings:
         }
 
     @classmethod
-    def from_dict(cls, given: Mapping[str, Any]) -> "Settings":
+    def from_dict(cls, values: Mapping[str, Any]) -> "ChatSettings":
         settings = cls()
         for name in OPTIONS:
-            if given.get(name) is not None:
-                settings.set(name, str(given[name]))
-        stop = given.get("stop") or []
+            if values.get(name) is not None:
+                settings.set(name, str(values[name]))
+        stop = values.get("stop") or []
         if not isinstance(stop, list) or not all(isinstance(each, str) for each in stop):
             raise UsageError(f"stop is {stop!r}; needs a list of texts")
         settings.stop = list(stop)
-        if isinstance(given.get("thinking"), bool):
-            settings.thinking = given["thinking"]
-        settings.thinking_budget = _whole(given, "thinking_budget", 1, 1 << 30)
-        if given.get("effort") in EFFORTS:
-            settings.effort = given["effort"]
-        settings.draft_budget = _whole(given, "draft_budget", 0, 63)
+        if isinstance(values.get("thinking"), bool):
+            settings.thinking = values["thinking"]
+        settings.thinking_budget = _whole(values, "thinking_budget", 1, 1 << 30)
+        if values.get("effort") in EFFORTS:
+            settings.effort = values["effort"]
+        settings.draft_budget = _whole(values, "draft_budget", 0, 63)
         return settings
 
 
@@ -112,8 +112,8 @@ def _number(name: str, text: str) -> float | int:
     return value
 
 
-def _whole(given: Mapping[str, Any], name: str, low: int, high: int) -> int | None:
-    value = given.get(name)
+def _whole(values: Mapping[str, Any], name: str, low: int, high: int) -> int | None:
+    value = values.get(name)
     if value is not None and (type(value) is not int or not low <= value <= high):
         raise UsageError(f"{name} is {value!r}; needs a whole number from {low} to {high}")
     return value
@@ -157,7 +157,7 @@ class Conversation:
         return None
 
 
-def save(path: Path, conversation: Conversation, settings: Settings, *, model: str) -> None:
+def save(path: Path, conversation: Conversation, settings: ChatSettings, *, model: str) -> None:
     """Write a conversation atomically; refuse to replace a file that is not one."""
     if path.is_dir():
         raise UsageError(f"{path} is a folder; needs the name of a file")
@@ -196,27 +196,27 @@ def _is_ours(path: Path) -> bool:
     return True
 
 
-def load(path: Path) -> tuple[Conversation, Settings]:
+def load(path: Path) -> tuple[Conversation, ChatSettings]:
     """Read a conversation that `save` wrote, or any JSON with a list of user and assistant messages."""
-    given = _read(path)
-    if isinstance(given, list):
-        given = {"messages": given}
-    if not isinstance(given, dict) or not isinstance(given.get("messages"), list):
+    content = _read(path)
+    if isinstance(content, list):
+        content = {"messages": content}
+    if not isinstance(content, dict) or not isinstance(content.get("messages"), list):
         raise UsageError(
             f"{path} is not a saved conversation: it has no list of messages", "/save writes one"
         )
     try:
-        system = given.get("system")
-        messages = given["messages"]
+        system = content.get("system")
+        messages = content["messages"]
         if messages and isinstance(messages[0], dict) and messages[0].get("role") == "system":
             system, messages = messages[0].get("content"), messages[1:]
         if system is not None and not isinstance(system, str):
             raise UsageError(f"system is {system!r}; needs a text")
-        found = [_message(each, index) for index, each in enumerate(messages)]
-        settings = given.get("settings", {})
-        model = given["model"] if isinstance(given.get("model"), str) else ""
-        values = Settings.from_dict(settings if isinstance(settings, dict) else {})
-        return Conversation(system, found, model), values
+        turns = [_message(each, index) for index, each in enumerate(messages)]
+        settings = content.get("settings", {})
+        model = content["model"] if isinstance(content.get("model"), str) else ""
+        values = ChatSettings.from_dict(settings if isinstance(settings, dict) else {})
+        return Conversation(system, turns, model), values
     except UsageError as error:
         raise UsageError(f"{path} is damaged: {error.message}") from None
 
@@ -238,12 +238,12 @@ def _read(path: Path) -> Any:
         raise UsageError(f"{path} is not JSON text") from error
 
 
-def _message(given: Any, index: int) -> Message:
-    if not isinstance(given, dict) or given.get("role") not in ROLES:
-        role = given.get("role") if isinstance(given, dict) else given
+def _message(entry: Any, index: int) -> Message:
+    if not isinstance(entry, dict) or entry.get("role") not in ROLES:
+        role = entry.get("role") if isinstance(entry, dict) else entry
         raise UsageError(f"messages[{index}].role is {role!r}; needs user or assistant")
-    content = given.get("content")
-    reasoning = given.get("reasoning_content") or ""
+    content = entry.get("content")
+    reasoning = entry.get("reasoning_content") or ""
     if not isinstance(content, str) or not isinstance(reasoning, str):
         raise UsageError(f"messages[{index}].content is {content!r}; needs a text")
-    return Message(given["role"], content, reasoning, given.get("stopped") is True)
+    return Message(entry["role"], content, reasoning, entry.get("stopped") is True)

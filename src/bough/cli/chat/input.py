@@ -99,18 +99,18 @@ def _completer(complete: Callable[[str], Sequence[str] | None]) -> Any:
 
     paths = PathCompleter(expanduser=True)
 
-    class Words(Completer):
+    class WordCompleter(Completer):
         def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
             text = document.text_before_cursor
-            found = complete(text)
+            words = complete(text)
             word = text.rpartition(" ")[2]
-            if found is not None:
-                yield from (Completion(each, start_position=-len(word)) for each in found)
+            if words is not None:
+                yield from (Completion(each, start_position=-len(word)) for each in words)
             else:
                 path = text.partition(" ")[2]
                 yield from paths.get_completions(Document(path, len(path)), complete_event)
 
-    return Words()
+    return WordCompleter()
 
 
 def history_file() -> Path | None:

@@ -2,53 +2,23 @@
 
 import contextlib
 import secrets
-import signal
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
-from typing import Any, Self
 
 from bough.cli import view
 from bough.cli.chat import conversation as saved
 from bough.cli.chat import slash_commands
-from bough.cli.chat.backend import (
-    Backend,
-    Event,
-    Models,
-    PromptProgress,
-    ReasoningDelta,
-    ReplyEnd,
-    TextDelta,
-)
-from bough.cli.chat.conversation import Conversation, Message, Settings
+from bough.cli.chat.backend import Backend, ModelSource, ReplyEnd
+from bough.cli.chat.conversation import ChatSettings, Conversation, Message
 from bough.cli.chat.input import Keyboard, Lines, Source, history_file, unechoed
-from bough.cli.chat.screen import PlainReply, Reply, TerminalReply, on_terminal
+from bough.cli.chat.screen import ChatReply, PlainReply, TerminalReply, on_terminal
+from bough.cli.interrupt import Interrupt
 from bough.cli.streams import OutputFailed
 from bough.errors import BoughError, PromptTooLong, UsageError
+from bough.session.collected import GeneratedOutput
 
 LEAVING = ("exit", "quit", "bye")  # alone in a line, as in other programs
-
-
-class StopRequest:
-    """While entered, Ctrl-C requests the end of the reply; a second one, or `breakable`, raises at once."""
-
-    def __init__(self, *, breakable: bool):
-        self.requested = False
-        self._breakable = breakable
-        self._before: Any = None
-
-    def __enter__(self) -> Self:
-        self._before = signal.signal(signal.SIGINT, self._caught)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGINT, self._before)
-
-    def _caught(self, _number: int, _frame: FrameType | None) -> None:
-        again, self.requested = self.requested, True
-        if again or self._breakable:
-            raise KeyboardInterrupt
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,35 +31,12 @@ class LastReply:
     tok_s: float
 
 
-@dataclass(slots=True)
-class Received:
-    """What has been received of a reply."""
-
-    text: str = ""
-    reasoning: str = ""
-    end: ReplyEnd | None = None
-
-    def add(self, event: Event, reply: Reply) -> None:
-        """Record an event and show it."""
-        match event:
-            case PromptProgress(done, total):
-                reply.reading(done, total)
-            case ReasoningDelta(piece):
-                self.reasoning += piece
-                reply.thought(piece)
-            case TextDelta(piece):
-                self.text += piece
-                reply.write(piece)
-            case ReplyEnd():
-                self.end = event
-
-
 class Chat:
     def __init__(
         self,
         backend: Backend,
         conversation: Conversation,
-        settings: Settings,
+        settings: ChatSettings,
         *,
         screen: view.Screen,
         quiet: bool = False,
@@ -107,7 +54,7 @@ class Chat:
         self._quiet = quiet
         self._terminal = on_terminal()
         self._exit_code = 0
-        self.models: Models | None = None  # for /model
+        self.models: ModelSource | None = None  # for /model
         self.reload: Callable[[], Backend] | None = None  # loads the present one again
 
     @property
@@ -148,7 +95,7 @@ class Chat:
             # Without a terminal nobody reads the error: the exit code reports it.
             self._exit_code = self._exit_code or (0 if self._terminal else error.exit_code)
 
-    def change(self, settings: Settings) -> None:
+    def change(self, settings: ChatSettings) -> None:
         self.backend.check(settings)
         self.settings = settings
 
@@ -182,21 +129,29 @@ class Chat:
         if not self.conversation.messages:
             raise UsageError("there is no message to answer again")
         before = self.conversation.take_reply()
-        made = self._last if before is not None and self._last and self._last.text == before.content else None
-        comparable = made is not None and made.draft_budget != self.settings.draft_budget
-        seed = self._seed() if made is None else made.seed if comparable else self._other_seed(made.seed)
+        previous = (
+            self._last if before is not None and self._last and self._last.text == before.content else None
+        )
+        comparable = previous is not None and previous.draft_budget != self.settings.draft_budget
+        seed = (
+            self._seed()
+            if previous is None
+            else previous.seed
+            if comparable
+            else self._other_seed(previous.seed)
+        )
         try:
             self._answer(seed)
         finally:
             if before is not None and not self.answered:
                 self.conversation.messages.append(before)
         now = self._last
-        if made is None or now is None or not self.answered:
+        if previous is None or now is None or not self.answered:
             return
         if comparable:
-            same = "the same text" if now.text == made.text else "another text"
-            self.screen.note(f"{same} · {now.tok_s:.1f} tok/s now, {made.tok_s:.1f} tok/s before")
-        elif now.text == made.text and self._temperature == 0:
+            same = "the same text" if now.text == previous.text else "another text"
+            self.screen.note(f"{same} · {now.tok_s:.1f} tok/s now, {previous.tok_s:.1f} tok/s before")
+        elif now.text == previous.text and self._temperature == 0:
             self.screen.notice("The same text: the temperature is 0. `/set temperature 0.7` samples.")
 
     @property
@@ -237,9 +192,9 @@ class Chat:
 
     def _answer(self, seed: int) -> None:
         """Stream a reply and append it to the conversation, incomplete if it was interrupted."""
-        reply: Reply = TerminalReply() if self._terminal else PlainReply(quiet=self._quiet)
-        stop = StopRequest(breakable=self.backend.breakable)
-        received = Received()
+        reply: ChatReply = TerminalReply() if self._terminal else PlainReply(quiet=self._quiet)
+        stop = Interrupt(patience_s=0 if self.backend.breakable else None)
+        received, ended = GeneratedOutput(), None
         failure: BoughError | None = None
         events = self.backend.reply(
             self.conversation.request(), self.settings, seed=seed, cancelled=lambda: stop.requested
@@ -248,32 +203,36 @@ class Chat:
         try:
             with unseen, reply, stop, contextlib.suppress(KeyboardInterrupt), contextlib.closing(events):
                 for event in events:
-                    received.add(event, reply)
+                    if isinstance(event, ReplyEnd):
+                        ended = event
+                    else:
+                        received.add(event)
+                        view.show(event, reply)
         except (OutputFailed, BrokenPipeError):
             raise
         except (BoughError, RuntimeError, MemoryError) as error:
             failure = _as_ours(error)
-        whole = received.end is not None and not stop.requested and failure is None
-        self._keep(received, seed, whole=whole)
-        self._report(received.end, stopped=stop.requested, kept=bool(received.text.strip()))
+        whole = ended is not None and not stop.requested and failure is None
+        self._keep(received, ended, seed, whole=whole)
+        self._report(ended, stopped=stop.requested, written=bool(received.text.strip()))
         if failure is not None:
             raise failure
         if stop.requested and not self._terminal:
             raise KeyboardInterrupt
 
-    def _keep(self, received: Received, seed: int, *, whole: bool) -> None:
+    def _keep(self, received: GeneratedOutput, ended: ReplyEnd | None, seed: int, *, whole: bool) -> None:
         """Append a reply to the conversation unless it is empty and incomplete."""
         if not whole and not received.text.strip():
             return
         message = Message("assistant", received.text, received.reasoning, stopped=not whole)
         self.conversation.messages.append(message)
-        self.ended = received.end or self.ended
-        speed = received.end.tok_s if received.end else 0.0
+        self.ended = ended or self.ended
+        speed = ended.tok_s if ended else 0.0
         self._last = LastReply(received.text, seed, self.settings.draft_budget, speed)
 
-    def _report(self, ended: ReplyEnd | None, *, stopped: bool, kept: bool) -> None:
+    def _report(self, ended: ReplyEnd | None, *, stopped: bool, written: bool) -> None:
         line = ended.line if ended else "interrupted" if stopped else ""
-        if stopped and not kept:
+        if stopped and not written:
             line += ": nothing was written, the message is removed"
         if line:
             self.screen.note(line)

@@ -100,11 +100,11 @@ def code(source: str, name: str) -> list[Text]:
     if not name or name == "text":
         return [Text(line) for line in lines]
     syntax = Syntax("", name, theme=CODE_THEME, background_color="default")
-    found = list(syntax.highlight("\n".join(lines)).split("\n", allow_blank=True))[: len(lines)]
+    rows = list(syntax.highlight("\n".join(lines)).split("\n", allow_blank=True))[: len(lines)]
     # Lexers may drop white space; the exact text matters more than its colours.
     return [
         row if row.plain == line else Text(line)
-        for row, line in zip([*found, *[Text()] * (len(lines) - len(found))], lines, strict=True)
+        for row, line in zip([*rows, *[Text()] * (len(lines) - len(rows))], lines, strict=True)
     ]
 
 
@@ -199,9 +199,9 @@ def _table(node: SyntaxTreeNode, width: int) -> list[Text]:
     return rows
 
 
-def _widths(wanted: list[int], width: int) -> list[int]:
+def _widths(natural: list[int], width: int) -> list[int]:
     """Return columns as wide as their text; without room the widest are narrowed first."""
-    widths = [max(1, each) for each in wanted]
+    widths = [max(1, each) for each in natural]
     room = max(width - TABLE_GAP * (len(widths) - 1), 3 * len(widths))
     while sum(widths) > room:
         widest = max(widths)

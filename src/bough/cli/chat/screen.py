@@ -20,7 +20,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 from bough.cli import view
-from bough.cli.chat.stream import MarkdownStream, PlainStream, Stream
+from bough.cli.chat.stream import MarkdownStream, PlainStream, ReplyStream
 from bough.cli.streams import delivered, tolerated
 from bough.config import environment
 
@@ -34,18 +34,12 @@ BEGIN, END = "\x1b[?2026h", "\x1b[?2026l"
 UNWRAPPED, WRAPPED = "\x1b[?7l", "\x1b[?7h"
 
 
-class Reply(Protocol):
+class ChatReply(view.Reply, Protocol):
     """Shows one reply; entered before it begins."""
 
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *_: object) -> None: ...
-
-    def reading(self, done: int, total: int) -> None: ...
-
-    def thought(self, text: str) -> None: ...
-
-    def write(self, text: str) -> None: ...
 
 
 class Painter:
@@ -82,12 +76,12 @@ class Painter:
     def _moved(self, new: Sequence[str], columns: int) -> tuple[int, str]:
         """Return how many rows need no change, and the text that moves the cursor to the next one."""
         old, same = self._live, 0
-        kept = columns == self._columns
-        while kept and same < min(len(old), len(new)) and old[same] == new[same]:
+        unresized = columns == self._columns
+        while unresized and same < min(len(old), len(new)) and old[same] == new[same]:
             same += 1
         if same == len(old):
             return same, "\n" if old and same < len(new) else ""
-        if kept and same == len(old) - 1 and same < len(new) and new[same].startswith(old[same]):
+        if unresized and same == len(old) - 1 and same < len(new) and new[same].startswith(old[same]):
             added = _unwrapped(new[same][len(old[same]) :])
             return same + 1, added + ("\n" if same + 1 < len(new) else "")
         return same, self._up(same, columns) + "\r\x1b[J"
@@ -129,7 +123,7 @@ class TerminalReply:
 
     def __init__(self) -> None:
         self._painter = Painter(sys.stdout, _size)
-        self._stream: Stream | None = None
+        self._stream: ReplyStream | None = None
         self._kind = ""
         self._status = "Waiting"
         self._begun = time.perf_counter()
@@ -211,7 +205,7 @@ class PlainReply:
     """Writes the answer to standard output and the reasoning to standard error."""
 
     def __init__(self, *, quiet: bool):
-        self._answer = view.Answer(shown=True)
+        self._answer = view.ShownAnswer(shown=True)
         self._quiet = quiet
         self._thought = ""
 
@@ -234,7 +228,7 @@ class PlainReply:
 
     def write(self, text: str) -> None:
         self._end_thought()
-        self._answer.write(text if self._answer.text else text.lstrip("\n"))
+        self._answer.write(text if self._answer.begun else text.lstrip("\n"))
 
     def _end_thought(self) -> None:
         if self._thought:

@@ -27,7 +27,7 @@ ALIASES = {"bye": "exit", "quit": "exit", "?": "help"}  # of other programs
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class SlashCommand:
     usage: str
     help: str
     run: Callable[["Chat", str], None]
@@ -292,34 +292,34 @@ def _messages(count: int) -> str:
     return f"{count} message{'s' * (count != 1)}"
 
 
-COMMANDS: Mapping[str, Command] = {
-    "help": Command("/help", "this page", _help),
-    "clear": Command("/clear", "begin a new conversation", _clear),
-    "regen": Command("/regen", "answer the last message again", _regen),
-    "undo": Command("/undo", "remove the last message and its answer", _undo),
-    "system": Command(
+COMMANDS: Mapping[str, SlashCommand] = {
+    "help": SlashCommand("/help", "this page", _help),
+    "clear": SlashCommand("/clear", "begin a new conversation", _clear),
+    "regen": SlashCommand("/regen", "answer the last message again", _regen),
+    "undo": SlashCommand("/undo", "remove the last message and its answer", _undo),
+    "system": SlashCommand(
         "/system [TEXT|none]", "show or set the instructions before all messages", _system, ("none",)
     ),
-    "set": Command("/set [NAME VALUE|default]", "show or change settings", _set, NAMES),
-    "think": Command(
+    "set": SlashCommand("/set [NAME VALUE|default]", "show or change settings", _set, NAMES),
+    "think": SlashCommand(
         "/think [on|off|EFFORT|N]",
         "reason before answering; with low, medium or high effort; for at most N tokens",
         _think,
         ("on", "off", "default", *EFFORTS),
     ),
-    "draft": Command(
+    "draft": SlashCommand(
         "/draft [on|off|N]",
         "propose tokens, at most N in a tree; the text stays the same",
         _draft,
         ("on", "off"),
     ),
-    "model": Command("/model [NAME]", "show the model, or go on with another one", _model),
-    "file": Command("/file PATH", "send a text file with the next message", _file, path=True),
-    "save": Command("/save [PATH]", "write the conversation to a file", _save, path=True),
-    "load": Command("/load PATH", "go on with a saved conversation", _load, path=True),
-    "copy": Command(
+    "model": SlashCommand("/model [NAME]", "show the model, or go on with another one", _model),
+    "file": SlashCommand("/file PATH", "send a text file with the next message", _file, path=True),
+    "save": SlashCommand("/save [PATH]", "write the conversation to a file", _save, path=True),
+    "load": SlashCommand("/load PATH", "go on with a saved conversation", _load, path=True),
+    "copy": SlashCommand(
         "/copy [code]", "copy the last reply, or the last code in it, to the clipboard", _copy, ("code",)
     ),
-    "stats": Command("/stats", "statistics of the last reply", _stats),
-    "exit": Command("/exit", "leave, like Ctrl-D and /bye", _exit),
+    "stats": SlashCommand("/stats", "statistics of the last reply", _stats),
+    "exit": SlashCommand("/exit", "leave, like Ctrl-D and /bye", _exit),
 }

@@ -19,7 +19,7 @@ FENCE_BEGUN = re.compile(r"(?:^|\n) {0,3}(?:```|~~~)[^\n]*\Z")
 Rows = list[Text]
 
 
-class Stream(Protocol):
+class ReplyStream(Protocol):
     def push(self, text: str) -> None: ...
 
     def take(self, width: int, *, final: bool = False) -> tuple[Rows, Rows]:
@@ -121,19 +121,19 @@ class MarkdownStream:
         return settled, self._live(width)
 
     def _elements(self, source: str, lines: Sequence[str]) -> list[Element]:
-        found: list[Element] = []
+        elements: list[Element] = []
         for index, node in enumerate(markdown.parse(source).children):
             # Each item is parsed alone later: one that is indented deeper would become code.
             if node.type not in LISTS or any(_indent(lines, child) > 3 for child in node.children):
-                found.append(Element(node))
+                elements.append(Element(node))
                 continue
             before = self._items if index == 0 else None
             for item, child in enumerate(node.children):
                 number = item if before is None else before + item + self._number - markdown.start(node)
-                found.append(
+                elements.append(
                     Element(child, markdown.mark(node, number), joined=item > 0 or before is not None)
                 )
-        return found
+        return elements
 
     def _go_on(self, rest: Element | None, lines: Sequence[str]) -> None:
         """Drop the source of final elements, and record which list the rest belongs to."""

@@ -41,7 +41,6 @@ from bough.kernels.quant_matmul import (
     unpack,
     with_int8,
 )
-from bough.kernels.runtime.device import capability_of
 from bough.kernels.sampling import RowOwners, SamplingState, make_workspace, rank_rows, sample_rows
 from bough.kernels.sampling import state as plain_sampling
 from bough.kernels.slot_mapping import reference as mapping_reference
@@ -126,8 +125,6 @@ def _matmuls(shapes: Shapes, random: Random, sizes: Sizes) -> Cases:
             )
         if shapes.int8:
             yield "int8 matmul", f"{type.name}, {_MANY} rows", lambda type=type: _int8(random, type, sizes)
-    if shapes.int8 and capability_of(random.device) == (9, 0):
-        yield "int8 matmul", "Hopper", lambda: _int8_hopper(random, sizes)
 
 
 def _partial_sums(random: Random, type: QuantType, sizes: Sizes) -> Work:
@@ -168,28 +165,6 @@ def _int8(random: Random, type: QuantType, sizes: Sizes) -> Work:
     return Work(
         lambda: [packed_matmuls(pack_rows(x), [rounded])], reference, 1e-2, read=weight.nbytes, flops=flops
     )
-
-
-def _int8_hopper(random: Random, sizes: Sizes) -> Work:
-    """The CUDA C++ kernel of matrices in tiles, which only Hopper has."""
-    rows, columns = sizes.matrix
-    weight, x = random.weight(Q.Q4_K, rows, columns), random.normal(_MANY, columns)
-
-    def run() -> Outputs:
-        from bough.kernels.quant_matmul import int8_kernels
-
-        packed, out = pack_rows(x), torch.empty(_MANY, rows, device=x.device)
-        left, right = (int8.empty_int8(n, packed.padded_columns, x.device, tiled=True) for n in (_MANY, rows))
-        int8_kernels.quantise_rows(packed, left)
-        int8_kernels.requantise(weight, 0, right)
-        int8_kernels.matmul(left, right, out)
-        return [out]
-
-    def reference() -> Outputs:
-        out = torch.empty(_MANY, rows, device=x.device)
-        return [int8.matmul(int8.quantise(_floats(pack_rows(x))), int8.quantise(unpack(weight)), out)]
-
-    return Work(run, reference, 1e-2, flops=2 * _MANY * rows * columns)
 
 
 def _norms(shapes: Shapes, random: Random, sizes: Sizes) -> Cases:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bough.kernels.check.cases import Case, Outputs, Work
 from bough.kernels.runtime.backends import reason_of
-from bough.kernels.runtime.launches import Launched, Launches
+from bough.kernels.runtime.launches import KernelLaunch, Launches
 
 _REPEATS = 7
 _FLUSHED = 1 << 30  # bytes written between two runs: the L2 cache is cold, and the launch is queued
@@ -25,7 +25,7 @@ class Result:
     seconds: float = math.nan
     read: int = 0
     flops: int = 0
-    kernels: tuple[Launched, ...] = ()
+    kernels: tuple[KernelLaunch, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

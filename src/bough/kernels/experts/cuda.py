@@ -25,7 +25,7 @@ _ROUNDED = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ExpertShape:
     """The compile-time parameters of the kernel for chunks of `tokens` pairs on a card."""
 
     tokens: int
@@ -52,13 +52,13 @@ class Shape:
         )
 
 
-def shape_of(card: Card, layout: Layout, tokens: int) -> Shape:
+def shape_of(card: Card, layout: Layout, tokens: int) -> ExpertShape:
     """Return the shape with the most blocks of an SM, up to 512 threads, whose rings are deep enough.
 
     A step is bound by memory and needs more copies in flight than a prompt.
     """
     tiles, needed = (4, 3) if tokens <= SEVERAL else (8, 2)
-    shapes = [Shape(tokens, tiles, resident) for resident in range(16 // tiles, 0, -1)]
+    shapes = [ExpertShape(tokens, tiles, resident) for resident in range(16 // tiles, 0, -1)]
     return next((shape for shape in shapes if shape.stages(card, layout) >= needed), shapes[-1])
 
 
@@ -76,7 +76,7 @@ def source() -> str:
 
 
 @cache
-def _kernel(layout: Layout, tokens: int, device: torch.device) -> tuple[Kernel, Shape]:
+def _kernel(layout: Layout, tokens: int, device: torch.device) -> tuple[Kernel, ExpertShape]:
     card = card_of(device)
     shape = shape_of(card, layout, tokens)
     macros = shape.defines(card, layout)

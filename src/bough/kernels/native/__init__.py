@@ -18,15 +18,15 @@ from bough.kernels.native.library import (
     INT8,
     INT16,
     MAX_ROWS,
-    Block,
     Cache,
     Layer,
     LayerState,
-    Matrix,
     Model,
-    Proposal,
+    NativeBlock,
+    NativeMatrix,
+    NativeProposal,
+    NativeStep,
     Ring,
-    Step,
 )
 from bough.kernels.native.memory import WeightMemory
 
@@ -35,16 +35,16 @@ __all__ = [
     "INT8",
     "INT16",
     "MAX_ROWS",
-    "Block",
     "Cache",
     "Layer",
     "LayerState",
     "Library",
-    "Matrix",
     "Model",
+    "NativeBlock",
+    "NativeMatrix",
+    "NativeStep",
     "PackedMatrix",
     "Ring",
-    "Step",
     "argmax_rows",
     "best_tree",
     "has_kind",
@@ -117,7 +117,7 @@ def best_tree(
         return None
     if calibration is not None and calibration[2].shape[0] < depths:
         return None
-    proposal = Proposal(
+    proposal = NativeProposal(
         anchor=anchor,
         depths=depths,
         width=width,
@@ -148,7 +148,7 @@ class PackedMatrix:
     columns: int
     data: Tensor
     bias: Tensor | None
-    struct: Matrix  # points to data and bias
+    struct: NativeMatrix  # points to data and bias
 
     @property
     def nbytes(self) -> int:
@@ -186,7 +186,7 @@ class Library:
         assert bias is None or len(bias) == rows
         data = self._memory.take(size)
         self.c.tf_pack(self.pool, kind, source.ctypes.data, rows, columns, data.data_ptr())
-        struct = Matrix(kind, rows, columns, data.data_ptr(), None if bias is None else bias.data_ptr())
+        struct = NativeMatrix(kind, rows, columns, data.data_ptr(), None if bias is None else bias.data_ptr())
         return PackedMatrix(rows, columns, data, bias, struct)
 
     def matmul(self, matrix: PackedMatrix, x: Tensor, *, mode: int = INT16) -> Tensor:

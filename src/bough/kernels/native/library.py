@@ -21,7 +21,7 @@ _NEEDS = {
 assert set(_NEEDS) == set(VARIANTS)
 
 
-class Matrix(Structure):
+class NativeMatrix(Structure):
     _fields_ = [
         ("kind", c_int32), ("rows", c_int32), ("columns", c_int32), ("data", c_void_p), ("bias", c_void_p),
     ]  # fmt: skip
@@ -29,10 +29,10 @@ class Matrix(Structure):
 
 class Layer(Structure):
     _fields_ = [
-        ("attention", c_int32), ("inputs", c_int32), ("in_", Matrix * 4), ("out", Matrix), ("gate", Matrix),
-        ("up", Matrix), ("down", Matrix), ("norm", c_void_p), ("ffn_norm", c_void_p), ("q_norm", c_void_p),
-        ("k_norm", c_void_p), ("conv", c_void_p), ("decay", c_void_p), ("time_bias", c_void_p),
-        ("state_norm", c_void_p),
+        ("attention", c_int32), ("inputs", c_int32), ("in_", NativeMatrix * 4), ("out", NativeMatrix),
+        ("gate", NativeMatrix), ("up", NativeMatrix), ("down", NativeMatrix), ("norm", c_void_p),
+        ("ffn_norm", c_void_p), ("q_norm", c_void_p), ("k_norm", c_void_p), ("conv", c_void_p),
+        ("decay", c_void_p), ("time_bias", c_void_p), ("state_norm", c_void_p),
     ]  # fmt: skip
 
 
@@ -41,8 +41,8 @@ class Model(Structure):
         *((name, c_int32) for name in ("width", "ffn", "heads", "kv_heads", "head_dim", "rope_dim")),
         *((name, c_int32) for name in ("interleaved", "gated", "key_heads", "value_heads", "state_dim")),
         *((name, c_int32) for name in ("conv_width", "mode", "layers", "features")),
-        ("eps", c_float), ("frequencies", c_void_p), ("norm", c_void_p), ("embedding", Matrix),
-        ("head", Matrix), ("layer", POINTER(Layer)),
+        ("eps", c_float), ("frequencies", c_void_p), ("norm", c_void_p), ("embedding", NativeMatrix),
+        ("head", NativeMatrix), ("layer", POINTER(Layer)),
     ]  # fmt: skip
 
 
@@ -60,7 +60,7 @@ class LayerState(Structure):
     ]  # fmt: skip
 
 
-class Step(Structure):
+class NativeStep(Structure):
     _fields_ = [
         *((name, c_int32) for name in ("rows", "chunk", "pending", "taps", "skipped")),
         *((name, c_int32) for name in ("page", "pages", "table", "saved")),
@@ -76,14 +76,14 @@ class Ring(Structure):
     ]  # fmt: skip
 
 
-class Block(Structure):
+class NativeBlock(Structure):
     _fields_ = [
         ("rows", c_int32), ("length", c_int64), ("start", c_int64), ("in_", c_void_p), ("norm", c_void_p),
         ("hidden", c_void_p),
     ]  # fmt: skip
 
 
-class Proposal(Structure):
+class NativeProposal(Structure):
     _fields_ = [
         ("anchor", c_int64),
         *((name, c_int32) for name in ("depths", "width", "lines", "chain_count", "nodes", "rows")),
@@ -101,20 +101,23 @@ _FUNCTIONS = {
     "tf_pool_threads": (c_int, [c_void_p]),
     "tf_packed_bytes": (c_size_t, [c_int, c_int, c_int]),
     "tf_pack": (None, [c_void_p, c_int, c_void_p, c_int, c_int, c_void_p]),
-    "tf_embed": (None, [POINTER(Matrix), c_void_p, c_int, c_void_p]),
+    "tf_embed": (None, [POINTER(NativeMatrix), c_void_p, c_int, c_void_p]),
     "tf_argmax": (None, [c_void_p, c_int, c_int, c_void_p]),
     "tf_rank": (c_int, [c_void_p, c_int, c_int, c_int, c_void_p, c_void_p]),
-    "tf_best_tree": (c_int, [POINTER(Proposal), c_void_p, c_void_p]),
+    "tf_best_tree": (c_int, [POINTER(NativeProposal), c_void_p, c_void_p]),
     "tf_matmul_scratch": (c_size_t, [c_int]),
-    "tf_matmul": (None, [c_void_p, POINTER(Matrix), c_int, c_void_p, c_int, c_void_p, c_void_p]),
+    "tf_matmul": (None, [c_void_p, POINTER(NativeMatrix), c_int, c_void_p, c_int, c_void_p, c_void_p]),
     "tf_step_scratch": (c_size_t, [POINTER(Model), c_int]),
     "tf_step_scores": (c_size_t, [c_int, c_int64]),
     "tf_draft_block": (
         c_int,
-        [c_void_p, POINTER(Model), POINTER(Ring), POINTER(Block), c_void_p, c_void_p, c_int64],
+        [c_void_p, POINTER(Model), POINTER(Ring), POINTER(NativeBlock), c_void_p, c_void_p, c_int64],
     ),
-    "tf_draft_append": (c_int, [c_void_p, POINTER(Model), POINTER(Ring), POINTER(Block), c_void_p]),
-    "tf_step": (c_int, [c_void_p, POINTER(Model), POINTER(LayerState), POINTER(Step), c_void_p, c_void_p]),
+    "tf_draft_append": (c_int, [c_void_p, POINTER(Model), POINTER(Ring), POINTER(NativeBlock), c_void_p]),
+    "tf_step": (
+        c_int,
+        [c_void_p, POINTER(Model), POINTER(LayerState), POINTER(NativeStep), c_void_p, c_void_p],
+    ),
 }
 
 

@@ -26,7 +26,7 @@ _ITEMS = ((1, 192), (2, 1152), (4, 2304), (8, 3072), (16, 16384))
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class NormShape:
     """The compile-time parameters of a kernel."""
 
     kind: int
@@ -49,12 +49,12 @@ def source() -> str:
     return sources.source("norm_rope", "rows.cu")
 
 
-def shape_of(kind: int, width: int, head: int = 4) -> Shape:
+def shape_of(kind: int, width: int, head: int = 4) -> NormShape:
     """Return the shape with the most blocks a row, up to CLUSTERS, that the heads allow."""
     parts, cluster = -(-width // 256) * 64, CLUSTERS[kind]
     while parts % cluster or parts // cluster % (head // 4):
         cluster //= 2
-    return Shape(kind, width, head, cluster)
+    return NormShape(kind, width, head, cluster)
 
 
 def takes(*operands: Tensor | PartialSums | None, head: int = 4) -> bool:
@@ -77,7 +77,7 @@ def _aligned(x: Tensor) -> bool:
 
 
 @cache
-def kernel_of(shape: Shape, device: torch.device) -> Kernel:
+def kernel_of(shape: NormShape, device: torch.device) -> Kernel:
     card = card_of(device)
     build = partial(compile_cubin, source(), defines=shape.defines(card.pdl), arch=card.target)
     return Module(build, device).kernel("rows", threads=shape.threads, overlap=card.pdl)
@@ -105,7 +105,7 @@ class Operand(Structure):
 
 
 def _launch(
-    shape: Shape,
+    shape: NormShape,
     x: Tensor | PartialSums,
     y: Tensor | PartialSums | None,
     *,
@@ -126,7 +126,7 @@ def _launch(
 
 
 @cache_tensor
-def _board(shape: Shape, device: torch.device) -> Tensor:
+def _board(shape: NormShape, device: torch.device) -> Tensor:
     """Return where the blocks of a row exchange their results on cards without clusters."""
     return torch.zeros(BUCKETS[-1], shape.cluster, 2, dtype=torch.int64, device=device)
 

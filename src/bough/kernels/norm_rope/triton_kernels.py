@@ -16,25 +16,10 @@ from bough.kernels.runtime.triton_pdl import launch_options, wait_for_inputs
 
 @triton.jit
 def _norm_kernel(
-    x,
-    add,
-    add_scale,
-    weight,
-    total,
-    normed,
-    x_stride,
-    add_stride,
-    scale_out,
-    group_stride,
-    row_stride,
-    eps,
-    WIDTH: tl.constexpr,
-    PADDED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ADD: tl.constexpr,
-    PACK: tl.constexpr,
+    x, add, add_scale, weight, total, normed, x_stride, add_stride, scale_out, group_stride, row_stride, eps,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PACK: tl.constexpr,
     OVERLAP: tl.constexpr,
-):
+):  # fmt: skip
     """One row a program: total = x + add, normed = its rms norm, as floats or packed for a matmul.
 
     ADD: 0: nothing is added; 2: a row of `add` has still to be multiplied by its scale.
@@ -64,18 +49,9 @@ def _norm_kernel(
 
 @triton.jit(do_not_specialize=["units"])
 def _gated_norm_kernel(
-    x,
-    gate,
-    weight,
-    out,
-    gate_stride,
-    units,
-    eps,
-    HEADS: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x, gate, weight, out, gate_stride, units, eps, HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     UNITS: tl.constexpr,
-):
+):  # fmt: skip
     """Several heads a program: rms norm of each, times silu of the gate."""
     unit = tl.program_id(0).to(tl.int64) * UNITS + tl.arange(0, UNITS)
     dims = tl.arange(0, BLOCK)
@@ -167,17 +143,9 @@ def _silu_mul_kernel(gate, up, out, gate_stride, up_stride, width, BLOCK: tl.con
 
 @triton.jit
 def normed_rope(
-    x,
-    norm,
-    cos,
-    sin,
-    eps,
-    D: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NORM: tl.constexpr,
+    x, norm, cos, sin, eps, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-):
+):  # fmt: skip
     """The head at x, normed and rotated; cos and sin point at its row's HALF angles."""
     dims = tl.arange(0, BLOCK)
     inside = dims < D

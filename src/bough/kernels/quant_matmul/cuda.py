@@ -10,7 +10,6 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from bough.kernels.quant_matmul.int8 import Int8Matrix
 from bough.kernels.quant_matmul.layout import COLUMN_BLOCK, ROW_BLOCK, Layout, PackedWeight
 from bough.kernels.quant_matmul.partial_sums import PartialSums
 from bough.kernels.quant_matmul.rows import BUCKETS, PackedRows, bucket_of, empty_rows
@@ -23,7 +22,7 @@ from bough.kernels.runtime.nvrtc import compile_cubin
 from bough.kernels.runtime.sources import source, warp_group_mma
 
 _SCALES = {"none": 0, "six": 1, "byte": 2, "half": 3, "affine": 4}
-_EXPANDED_TILES = 8  # of a block that expands or requantises
+_EXPANDED_TILES = 8  # of a block that expands
 _UNWRITTEN = 0xFFFFDEAD - (1 << 32)  # marks a partial sum that has not arrived; a NaN no arithmetic makes
 _RESERVED = 1024  # bytes of shared memory that the driver reserves for each block
 _STATIC = 512  # bytes for barriers and row scales
@@ -155,15 +154,6 @@ def grouped_source(bucket: int) -> str:
     return "\n".join([mma, source("quant_matmul", "weights.cu", "group.cu", "tiles.cu")])
 
 
-def int8_source() -> str:
-    return source("quant_matmul", "weights.cu", "int8_weights.cu")
-
-
-def int8_defines(layout: Layout) -> dict[str, int]:
-    """Return the macros of int8_weights.cu."""
-    return layout_defines(layout) | {"TOKENS": 8, "ROW_TILES": 1}
-
-
 def rows_source() -> str:
     return source("quant_matmul", "rows.cu")
 
@@ -210,12 +200,6 @@ def _pack_rows_kernel(device: torch.device) -> Kernel:
     card = card_of(device)
     build = partial(compile_cubin, rows_source(), defines={"BULK": int(card.pdl)}, arch=card.target)
     return Module(build, device).kernel("pack_rows", threads=512, overlap=card.pdl)
-
-
-@cache
-def _requantise_kernel(layout: Layout, device: torch.device) -> Kernel:
-    build = partial(compile_cubin, int8_source(), defines=int8_defines(layout), arch=card_of(device).target)
-    return Module(build, device).kernel("requantise", threads=256)
 
 
 def prepare(layouts: Iterable[Layout], tilings: Mapping[int, Tiling], device: torch.device) -> None:
@@ -340,16 +324,4 @@ def expand(weight: PackedWeight, first: int, out: Tensor) -> None:
     _expand_kernel(weight.layout, out.device)(
         (-(-tiles // _EXPANDED_TILES), weight.data.shape[0]),
         [weight.data, weight.expand_factor, out, *map(c_int, numbers)],
-    )
-
-
-def requantise(weight: PackedWeight, first: int, out: Int8Matrix) -> None:
-    """Write out.rows rows of the matrix, from row `first` on, to `out`."""
-    assert first % 16 == 0 and out.rows % 16 == 0, (first, out.rows)
-    assert out.columns == weight.padded_columns, (out.columns, weight.padded_columns)
-    tiles, depth = out.rows // 16, weight.data.shape[0]
-    numbers = (first // 16, tiles, weight.data.shape[1], depth, out.scales.shape[1], int(out.tiled))
-    _requantise_kernel(weight.layout, weight.data.device)(
-        (-(-tiles // _EXPANDED_TILES), depth),
-        [weight.data, weight.row_scale, out.codes, out.scales, *map(c_int, numbers)],
     )

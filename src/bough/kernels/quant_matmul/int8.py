@@ -5,7 +5,7 @@ w = b sb with integers a and b of -127 to 127, and a scale for each row and grou
 group are integers below 2^21, exact in int32; times sa sb they are added in float32, group by group.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,29 +21,18 @@ class Int8Matrix:
     codes: Tensor  # int8 [padded rows, K]
     scales: Tensor  # float32 [K / 128, padded rows]
     rows: int
-    # The codes are in tiles of 128 x 128, [K / 128, padded rows / 128], in the 128-byte swizzle of Hopper:
-    # piece p of the eight of 16 bytes of row r is at the place p ^ (r % 8).
-    tiled: bool = False
 
     @property
     def columns(self) -> int:
         return self.codes.shape[1]
 
 
-def empty_int8(rows: int, columns: int, device: torch.device, *, tiled: bool = False) -> Int8Matrix:
+def empty_int8(rows: int, columns: int, device: torch.device) -> Int8Matrix:
     """Return an uninitialised matrix; columns: a multiple of 128."""
     assert columns % GROUP == 0, f"{columns} columns, needed a multiple of {GROUP}"
     padded = -(-rows // ROW_TILE) * ROW_TILE
     codes = torch.empty(padded, columns, dtype=torch.int8, device=device)
-    return Int8Matrix(codes, torch.empty(columns // GROUP, padded, device=device), rows, tiled)
-
-
-def in_tiles(x: Int8Matrix) -> Int8Matrix:
-    """Return the same matrix with its codes in tiles."""
-    pieces = x.codes.view(-1, 128, x.columns // GROUP, 8, 16).permute(2, 0, 1, 3, 4)
-    places = torch.arange(8)[None, :] ^ (torch.arange(128) % 8)[:, None]
-    places = places.to(x.codes.device)[None, None, :, :, None].expand(pieces.shape)
-    return replace(x, codes=pieces.gather(3, places).reshape(x.codes.shape), tiled=True)
+    return Int8Matrix(codes, torch.empty(columns // GROUP, padded, device=device), rows)
 
 
 def quantise(x: Tensor, out: Int8Matrix | None = None) -> Int8Matrix:

@@ -3,7 +3,6 @@
 `tl.dot` of int8 gives int32: mma.m16n8k32 from Ampere on, warp-group mma on Hopper.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -21,9 +20,6 @@ from bough.kernels.quant_matmul.triton_kernels import (
 )
 from bough.kernels.runtime.device import capability_of
 
-# Whether Hopper multiplies with the CUDA C++ kernel of int8_hopper.cu. Off until workshop/gpu/prefill.py
-# has measured it.
-HOPPER_KERNEL = False
 _REQUANTISED_ROWS = 64  # of a program
 _QUANTISED_GROUPS = 8  # of a program
 
@@ -40,17 +36,7 @@ def _inverse(peak):
 
 
 @triton.jit
-def _place(row, column, columns, padded, TILED: tl.constexpr):
-    """The offset of a code, int64; see `Int8Matrix.tiled`."""
-    if TILED:
-        tile = column // 128 * (padded // 128) + row // 128
-        piece = ((column % 128) // 16) ^ (row % 8)
-        return tile.to(tl.int64) * 16384 + row % 128 * 128 + piece * 16 + column % 16
-    return row.to(tl.int64) * columns + column
-
-
-@triton.jit
-def _quantise_kernel(x, row_scale, codes, scales, columns, padded, GROUPS: tl.constexpr, TILED: tl.constexpr):
+def _quantise_kernel(x, row_scale, codes, scales, columns, padded, GROUPS: tl.constexpr):
     """GROUPS groups of one row a program: float16 with a scale for each row to int8."""
     row = tl.program_id(0)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
@@ -59,7 +45,7 @@ def _quantise_kernel(x, row_scale, codes, scales, columns, padded, GROUPS: tl.co
     value = tl.load(x + row.to(tl.int64) * columns + column, mask=inside[:, None], other=0.0).to(tl.float32)
     peak = tl.max(tl.abs(value), 1)
     code = _rounded(value * _inverse(peak)[:, None])
-    at = codes + _place(row, column, columns, padded, TILED)
+    at = codes + row.to(tl.int64) * columns + column
     tl.store(at, code.to(tl.int8), mask=inside[:, None])
     scale = peak * (1 / 127) * tl.load(row_scale + row)
     tl.store(scales + group * padded + row, scale, mask=inside)
@@ -69,7 +55,7 @@ def _quantise_kernel(x, row_scale, codes, scales, columns, padded, GROUPS: tl.co
 def _requantise_kernel(
     data, table, row_scale, codes, scales, first, all_tiles, columns, padded,
     ROWS: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALES: tl.constexpr, OFFSET: tl.constexpr,
-    TABLE: tl.constexpr, UNIT: tl.constexpr, TILE_BYTES: tl.constexpr, TILED: tl.constexpr,
+    TABLE: tl.constexpr, UNIT: tl.constexpr, TILE_BYTES: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows of one unit of columns a program, from tiles to int8; see `_weights` for their order."""
     PER: tl.constexpr = 2 if LOW == 16 else 4
@@ -112,7 +98,7 @@ def _requantise_kernel(
             several |= (_rounded(weight * times) & 255) << (8 * q)
         # PER columns are adjacent.
         column = step * UNIT + (c // (32 // PER) * HALVES + h) * 32 + c % (32 // PER) * PER
-        target = codes + _place(local[:, None], column, columns, padded, TILED)
+        target = codes + local[:, None].to(tl.int64) * columns + column
         if LOW == 16:
             tl.store(target.to(tl.pointer_type(tl.int16)), several.to(tl.int16))
         else:
@@ -163,11 +149,6 @@ def tiles(capability: tuple[int, int] | None) -> dict[str, int]:
     return chosen
 
 
-def reads_tiles(device: torch.device) -> bool:
-    """Return whether `matmul` takes matrices in tiles on this card."""
-    return HOPPER_KERNEL and capability_of(device) == (9, 0)
-
-
 def quantise_rows(x: PackedRows, out: Int8Matrix) -> None:
     """Write packed rows in float16 to `out`."""
     assert x.bucket is None and x.data.is_contiguous(), f"{x.rows} rows"
@@ -175,7 +156,7 @@ def quantise_rows(x: PackedRows, out: Int8Matrix) -> None:
     grid = (x.rows, triton.cdiv(out.columns // GROUP, _QUANTISED_GROUPS))
     _quantise_kernel[grid](
         x.data, x.scale, out.codes, out.scales, out.columns, out.scales.shape[1],
-        GROUPS=_QUANTISED_GROUPS, TILED=out.tiled, num_warps=4,
+        GROUPS=_QUANTISED_GROUPS, num_warps=4,
     )  # fmt: skip
 
 
@@ -187,17 +168,12 @@ def requantise(weight: PackedWeight, first: int, out: Int8Matrix) -> None:
     _requantise_kernel[(blocks, weight.data.shape[0])](
         weight.data, table_of(weight.layout, weight.data.device), weight.row_scale, out.codes, out.scales,
         first, weight.data.shape[1], out.columns, out.scales.shape[1],
-        ROWS=_REQUANTISED_ROWS, **constants(weight.layout), TILED=out.tiled, num_warps=4,
+        ROWS=_REQUANTISED_ROWS, **constants(weight.layout), num_warps=4,
     )  # fmt: skip
 
 
 def matmul(x: Int8Matrix, weight: Int8Matrix, out: Tensor) -> None:
     """Write x [M, K] times weight [N, K], transposed, to out [M, N] float32."""
-    if x.tiled:
-        from bough.kernels.quant_matmul import int8_hopper
-
-        int8_hopper.matmul(x, weight, out)
-        return
     chosen = tiles(capability_of(out.device))
     assert ROW_TILE % chosen["BLOCK_M"] == 0 and ROW_TILE % chosen["BLOCK_N"] == 0, chosen
     blocks = triton.cdiv(x.rows, chosen["BLOCK_M"]) * triton.cdiv(weight.rows, chosen["BLOCK_N"])

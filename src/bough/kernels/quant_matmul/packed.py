@@ -185,7 +185,7 @@ def _int8_matmuls(x: Tensor | PackedRows, weights: Sequence[PackedWeight], outs:
     for weight, out in zip(weights, outs, strict=True):
         first = weight.int8_rows
         step = max(ROW_BLOCK, _INT8_SLICE // weight.padded_columns // ROW_BLOCK * ROW_BLOCK)
-        space = empty_int8(min(step, first), weight.padded_columns, out.device, tiled=rows.tiled)
+        space = empty_int8(min(step, first), weight.padded_columns, out.device)
         for start in range(0, first, step):
             part = replace(space, rows=min(step, first - start))
             _requantise(weight, start, part)
@@ -199,8 +199,7 @@ def _int8_rows(x: Tensor | PackedRows) -> Int8Matrix:
         return int8.quantise(pad(x.float(), (0, -x.shape[1] % COLUMN_BLOCK)))
     from bough.kernels.quant_matmul import int8_kernels
 
-    tiled = int8_kernels.reads_tiles(x.data.device)
-    rows = empty_int8(x.rows, x.padded_columns, x.data.device, tiled=tiled)
+    rows = empty_int8(x.rows, x.padded_columns, x.data.device)
     int8_kernels.quantise_rows(x, rows)
     return rows
 
@@ -211,7 +210,9 @@ def _requantise(weight: PackedWeight, first: int, out: Int8Matrix) -> None:
         values = unpack(weight)[first : first + out.rows]
         int8.quantise(pad(values, (0, out.columns - values.shape[1])), out)
     else:
-        _kernels(out.codes.device).requantise(weight, first, out)
+        from bough.kernels.quant_matmul import int8_kernels
+
+        int8_kernels.requantise(weight, first, out)
 
 
 def _int8_matmul(x: Int8Matrix, weight: Int8Matrix, out: Tensor) -> None:

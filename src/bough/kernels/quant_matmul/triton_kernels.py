@@ -5,7 +5,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bough.kernels.quant_matmul.int8 import Int8Matrix
 from bough.kernels.quant_matmul.layout import Layout, PackedWeight
 from bough.kernels.quant_matmul.rows import PackedRows, empty_rows
 from bough.kernels.runtime.dry_run import cache_tensor
@@ -51,16 +50,9 @@ def _high(tile, g, c, H: tl.constexpr, HIGH: tl.constexpr, UNIT: tl.constexpr, L
 
 @triton.jit
 def _scales(
-    tile,
-    g,
-    r,
-    c,
-    H: tl.constexpr,
-    LOW: tl.constexpr,
-    HIGH: tl.constexpr,
-    SCALES: tl.constexpr,
+    tile, g, r, c, H: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALES: tl.constexpr,
     UNIT: tl.constexpr,
-):
+):  # fmt: skip
     """The factor of codes, and the offset: float32 [R, C]."""
     SMALLEST: tl.constexpr = 5.9604644775390625e-08  # 2^-24, the value of a code of 1
     at = tile + 2 * UNIT * (LOW + HIGH)
@@ -84,20 +76,9 @@ def _scales(
 
 @triton.jit
 def _weights(
-    low,
-    high,
-    scale,
-    minimum,
-    table,
-    r,
-    c,
-    H: tl.constexpr,
-    Q: tl.constexpr,
-    LOW: tl.constexpr,
-    HIGH: tl.constexpr,
-    OFFSET: tl.constexpr,
-    TABLE: tl.constexpr,
-):
+    low, high, scale, minimum, table, r, c, H: tl.constexpr, Q: tl.constexpr, LOW: tl.constexpr,
+    HIGH: tl.constexpr, OFFSET: tl.constexpr, TABLE: tl.constexpr,
+):  # fmt: skip
     """Weights of one column in PER from words [R, C]: float32 [R, C], without row scales.
 
     A word of a row holds PER neighbouring columns, or where codes are nibbles those of both halves H = 0, 1
@@ -121,29 +102,11 @@ def _weights(
 
 @triton.jit
 def _matmul_kernel(
-    data,
-    table,
-    row_scale,
-    x,
-    x_scale,
-    y,
-    depth,
-    rows,
-    all_tiles,
-    tokens,
-    y_stride,
-    split_stride,
-    BUCKET: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr,
-    LOW: tl.constexpr,
-    HIGH: tl.constexpr,
-    SCALES: tl.constexpr,
-    OFFSET: tl.constexpr,
-    TABLE: tl.constexpr,
-    UNIT: tl.constexpr,
+    data, table, row_scale, x, x_scale, y, depth, rows, all_tiles, tokens, y_stride, split_stride,
+    BUCKET: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
+    SCALES: tl.constexpr, OFFSET: tl.constexpr, TABLE: tl.constexpr, UNIT: tl.constexpr,
     TILE_BYTES: tl.constexpr,
-):
+):  # fmt: skip
     """y [splits, tokens, rows]; a program's columns depend on the matrix alone, so sums have one order."""
     PER: tl.constexpr = 2 if LOW == 16 else 4
     HALVES: tl.constexpr = 2 if LOW == 4 else 1
@@ -191,22 +154,10 @@ def _add_kernel(parts, y, rows, splits, y_stride, split_stride, WIDTH: tl.conste
 
 @triton.jit
 def _expand_kernel(
-    data,
-    table,
-    factor,
-    out,
-    first,
-    all_tiles,
-    padded,
-    ROWS: tl.constexpr,
-    LOW: tl.constexpr,
-    HIGH: tl.constexpr,
-    SCALES: tl.constexpr,
-    OFFSET: tl.constexpr,
-    TABLE: tl.constexpr,
-    UNIT: tl.constexpr,
+    data, table, factor, out, first, all_tiles, padded, ROWS: tl.constexpr, LOW: tl.constexpr,
+    HIGH: tl.constexpr, SCALES: tl.constexpr, OFFSET: tl.constexpr, TABLE: tl.constexpr, UNIT: tl.constexpr,
     TILE_BYTES: tl.constexpr,
-):
+):  # fmt: skip
     PER: tl.constexpr = 2 if LOW == 16 else 4
     HALVES: tl.constexpr = 2 if LOW == 4 else 1
     WORDS: tl.constexpr = UNIT // (PER * HALVES)
@@ -318,48 +269,19 @@ def matmul(x: PackedRows, weight: PackedWeight, out: Tensor) -> None:
     splits = min(depth, max(1, _PROGRAMS // blocks))
     parts = out if splits == 1 else torch.empty(splits, x.rows, weight.rows, device=out.device)
     _matmul_kernel[(blocks, splits)](
-        weight.data,
-        table_of(weight.layout, out.device),
-        weight.row_scale,
-        x.data,
-        x.scale,
-        parts,
-        depth,
-        weight.rows,
-        weight.data.shape[1],
-        x.rows,
-        parts.stride(-2),
-        0 if splits == 1 else parts.stride(0),
-        BUCKET=x.bucket,
-        COLUMNS=max(16, 1 << (x.bucket - 1).bit_length()),
-        ROWS=_ROWS,
-        **constants(weight.layout),
-        num_warps=_WARPS,
-        num_stages=3,
-    )
+        weight.data, table_of(weight.layout, out.device), weight.row_scale, x.data, x.scale, parts, depth,
+        weight.rows, weight.data.shape[1], x.rows, parts.stride(-2), 0 if splits == 1 else parts.stride(0),
+        BUCKET=x.bucket, COLUMNS=max(16, 1 << (x.bucket - 1).bit_length()), ROWS=_ROWS,
+        **constants(weight.layout), num_warps=_WARPS, num_stages=3,
+    )  # fmt: skip
     if splits > 1:
         grid = (-(-weight.rows // 1024), x.rows)
         _add_kernel[grid](parts, out, weight.rows, splits, out.stride(0), parts.stride(0), WIDTH=1024)
 
 
-def requantise(weight: PackedWeight, first: int, out: Int8Matrix) -> None:
-    """Write out.rows rows of the matrix, from row `first` on, to `out`."""
-    from bough.kernels.quant_matmul import int8_kernels
-
-    int8_kernels.requantise(weight, first, out)
-
-
 def expand(weight: PackedWeight, first: int, out: Tensor) -> None:
     """Write rows from `first` on as float16 to out [rows, padded columns], times weight.expand_factor."""
     _expand_kernel[(len(out) // _ROWS, weight.data.shape[0])](
-        weight.data,
-        table_of(weight.layout, out.device),
-        weight.expand_factor,
-        out,
-        first,
-        weight.data.shape[1],
-        weight.padded_columns,
-        ROWS=_ROWS,
-        **constants(weight.layout),
-        num_warps=4,
-    )
+        weight.data, table_of(weight.layout, out.device), weight.expand_factor, out, first,
+        weight.data.shape[1], weight.padded_columns, ROWS=_ROWS, **constants(weight.layout), num_warps=4,
+    )  # fmt: skip

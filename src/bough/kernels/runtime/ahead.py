@@ -23,7 +23,7 @@ from bough.kernels.runtime.device import kind_of
 from bough.kernels.runtime.driver import driver_version
 from bough.kernels.runtime.dry_run import DryRun
 from bough.kernels.runtime.launchers import load_in_turn, settle_keys
-from bough.kernels.runtime.nvrtc import cache_folder
+from bough.kernels.runtime.nvrtc import cache_folder, nvrtc_version
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ def cores() -> int:
     return len(usable(0)) if usable else os.cpu_count() or 1
 
 
-class Checks(Protocol):
+class KernelChecks(Protocol):
     """The self-check of a model's kernels."""
 
     def begin(self, path: Path) -> None: ...
@@ -55,7 +55,7 @@ class CompileAhead:
         device: torch.device,
         *,
         facts: str,
-        check: Checks | None = None,
+        check: KernelChecks | None = None,
     ):
         """`rehearse`: runs on tensors without memory; `facts`: of the model, what decides its kernels."""
         self._device, self._check = device, check
@@ -146,8 +146,8 @@ def _digest(facts: str, device: torch.device) -> str:
     folder = Path(runtime.__path__[0]).parent
     files = sorted(path for kind in ("*.py", "*.cu") for path in folder.rglob(kind))
     sources = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    versions = (triton.__version__, torch.__version__, kind_of(device), driver_version(), kernel_choice())
-    return hashlib.sha256(repr((facts, sources, versions)).encode()).hexdigest()
+    versions = (triton.__version__, torch.__version__, nvrtc_version(), kind_of(device), driver_version())
+    return hashlib.sha256(repr((facts, sources, versions, kernel_choice())).encode()).hexdigest()
 
 
 def _touch(path: Path) -> None:

@@ -5,6 +5,7 @@ against their references (`bough.kernels.check`) and replaces what fails by the 
 changes after that in a process: other kernels may have other bits.
 """
 
+import logging
 from collections.abc import Mapping
 from functools import cache
 from typing import Literal
@@ -14,6 +15,8 @@ import torch
 from bough.config import kernel_choice
 from bough.errors import ResourceError, UsageError
 from bough.kernels.runtime import device as cards
+
+log = logging.getLogger(__name__)
 
 Backend = Literal["cuda", "triton", "torch"]
 NAMES: dict[Backend, str] = {"cuda": "CUDA C++", "triton": "Triton", "torch": "PyTorch"}
@@ -80,6 +83,19 @@ def replace(operation: str, backend: Backend) -> None:
             "load it in a process of its own",
         )
     _replaced[operation] = backend
+
+
+def leave_out_cuda() -> None:
+    """Have no operation in CUDA C++, where it cannot be compiled: its bits are not those of Triton."""
+    ours = [operation for operation in OPERATIONS if choices(operation)[0] == "cuda"]
+    for operation in ours:
+        replace(operation, choices(operation)[1])
+    if ours:
+        log.warning(
+            "%s run in Triton, slower: CUDA C++ needs NVRTC, which comes with PyTorch, and a card from "
+            "Ampere on",
+            ", ".join(ours),
+        )
 
 
 def replaced() -> dict[str, Backend]:

@@ -13,7 +13,7 @@ _patching = threading.Lock()  # one at a time replaces Triton's launch
 
 
 @dataclass(frozen=True, slots=True)
-class Launched:
+class KernelLaunch:
     """A kernel that was launched."""
 
     name: str
@@ -63,10 +63,10 @@ class Launches:
         self._cuda[kernel] = None
 
     @property
-    def kernels(self) -> list[Launched]:
+    def kernels(self) -> list[KernelLaunch]:
         """Return what each of them takes; asks the driver."""
         ours = [
-            Launched(
+            KernelLaunch(
                 each.name,
                 "CUDA C++",
                 each.registers,
@@ -80,9 +80,9 @@ class Launches:
         return ours + [_of_triton(name, compiled) for name, compiled in self._triton.values()]
 
 
-def _of_triton(name: str, compiled: Any) -> Launched:
+def _of_triton(name: str, compiled: Any) -> KernelLaunch:
     from bough.kernels.runtime.driver import attributes_of
 
     threads, shared = 32 * compiled.metadata.num_warps, compiled.metadata.shared
     found = attributes_of(ctypes.c_void_p(compiled.function), threads=threads, shared=shared)
-    return Launched(name, "Triton", found.registers, found.spilled, shared, threads, found.blocks)
+    return KernelLaunch(name, "Triton", found.registers, found.spilled, shared, threads, found.blocks)

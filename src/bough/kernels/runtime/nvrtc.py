@@ -43,12 +43,12 @@ def compile_cubin(source: str, *, defines: Mapping[str, int], arch: str, cached:
 def nvrtc() -> ctypes.CDLL | None:
     """Return the library, preferably of the CUDA version torch was built for; None if none is installed."""
     major = (torch.version.cuda or "13").split(".")[0]
-    names = [f"libnvrtc.so.{major}", f"nvrtc64_{major}0_0.dll"]
     found = importlib.util.find_spec("nvidia")
-    for folder in (found.submodule_search_locations or ()) if found else ():
-        names += sorted(
-            map(str, Path(folder).glob("*/lib/libnvrtc.so.*")), key=lambda name: f".so.{major}" not in name
-        )
+    folders = map(Path, (found.submodule_search_locations or ()) if found else ())
+    wheels = sorted(str(path) for folder in folders for path in folder.glob("*/lib/libnvrtc.so.*"))
+    # The wheel's before one of the system, which may be older.
+    ours = [name for name in wheels if f".so.{major}" in name]
+    names = [*ours, f"libnvrtc.so.{major}", f"nvrtc64_{major}0_0.dll", *wheels]
     for name in [*names, "libnvrtc.so"]:
         try:
             return ctypes.CDLL(name)

@@ -31,22 +31,10 @@ def sample_rows(
     blocks = -(-launch.vocabulary // _NOISE_BLOCK)
     splits = min(blocks, SPLITS, -(-_NOISE_PROGRAMS // launch.rows))
     kernel.noise_kernel[(launch.rows, splits)](
-        logits,
-        work.adjusted,
-        work.partial,
-        work.record,
-        work.arrived,
-        positions,
-        owners.slots,
-        state.numbers,
-        state.integers,
-        work.tokens,
-        *launch.shape,
-        SPLITS=SPLITS,
-        BLOCK=_NOISE_BLOCK,
-        num_warps=4,
-        enable_fp_fusion=False,
-    )
+        logits, work.adjusted, work.partial, work.record, work.arrived, positions, owners.slots,
+        state.numbers, state.integers, work.tokens, *launch.shape, SPLITS=SPLITS, BLOCK=_NOISE_BLOCK,
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
     return work.tokens[: launch.rows]
 
 
@@ -66,21 +54,9 @@ def rank_rows(
     launch.adjust(anchors, work.roots, work.tokens, masks=False, count=count)
     launch.settle(positions, ids, scores, count=count)
     search.rank_kernel[launch.search_grid](
-        logits,
-        work.adjusted,
-        work.record,
-        work.arrived,
-        work.kept,
-        positions,
-        owners.slots,
-        state.numbers,
-        state.integers,
-        ids,
-        scores,
-        *launch.shape,
-        COUNT=count,
-        **launch.search_options,
-    )
+        logits, work.adjusted, work.record, work.arrived, work.kept, positions, owners.slots, state.numbers,
+        state.integers, ids, scores, *launch.shape, COUNT=count, **launch.search_options,
+    )  # fmt: skip
     return ids, scores
 
 
@@ -113,84 +89,27 @@ class _Launch:
     def adjust(self, tokens: Tensor, ancestors: Tensor, chosen: Tensor, *, masks: bool, count: int) -> None:
         state, work = self.state, self.work
         kernel.adjust_kernel[self.grid](
-            self.logits,
-            work.adjusted,
-            work.partial,
-            work.maxima,
-            work.record,
-            work.arrived,
-            chosen,
-            state.numbers,
-            state.integers,
-            state.prompt,
-            state.counts,
-            state.bias,
-            state.allowed,
-            tokens,
-            ancestors,
-            self.owners.slots,
-            self.owners.starts,
-            len(tokens),
-            *self.shape,
-            state.allowed.shape[1],
-            MASKS=MASKED if masks else 0,
-            COUNT=count,
-            CLASSES=work.classes,
-            MAXIMA=work.maxima_size,
-            RANK=work.bound_rank,
-            **self.options,
-        )
+            self.logits, work.adjusted, work.partial, work.maxima, work.record, work.arrived, chosen,
+            state.numbers, state.integers, state.prompt, state.counts, state.bias, state.allowed, tokens,
+            ancestors, self.owners.slots, self.owners.starts, len(tokens), *self.shape,
+            state.allowed.shape[1], MASKS=MASKED if masks else 0, COUNT=count, CLASSES=work.classes,
+            MAXIMA=work.maxima_size, RANK=work.bound_rank, **self.options,
+        )  # fmt: skip
 
     def settle(self, positions: Tensor, chosen: Tensor, scores: Tensor, *, count: int) -> None:
         """Sample (count 0) or rank on the short list; finds the last token kept of rows that stay open."""
         state, work = self.state, self.work
         kernel.shortlist_kernel[self.search_grid](
-            self.logits,
-            work.adjusted,
-            work.partial,
-            work.listed,
-            work.mass,
-            work.count,
-            work.record,
-            work.arrived,
-            positions,
-            self.owners.slots,
-            state.numbers,
-            state.integers,
-            chosen,
-            scores,
-            *self.shape,
-            LIST=work.shortlist,
-            COUNT=count,
-            SPLITS=SPLITS,
-            **self.search_options,
-        )
+            self.logits, work.adjusted, work.partial, work.listed, work.mass, work.count, work.record,
+            work.arrived, positions, self.owners.slots, state.numbers, state.integers, chosen, scores,
+            *self.shape, LIST=work.shortlist, COUNT=count, SPLITS=SPLITS, **self.search_options,
+        )  # fmt: skip
         search.histogram_kernel[self.search_grid](
-            self.logits,
-            work.adjusted,
-            work.mass,
-            work.count,
-            work.record,
-            work.arrived,
-            self.owners.slots,
-            state.numbers,
-            state.integers,
-            *self.shape,
-            COUNT=count,
-            **self.search_options,
-        )
+            self.logits, work.adjusted, work.mass, work.count, work.record, work.arrived, self.owners.slots,
+            state.numbers, state.integers, *self.shape, COUNT=count, **self.search_options,
+        )  # fmt: skip
         search.gather_kernel[self.search_grid](
-            self.logits,
-            work.adjusted,
-            work.record,
-            work.arrived,
-            work.found,
-            self.owners.slots,
-            state.numbers,
-            state.integers,
-            *self.shape,
-            work.capacity,
-            COUNT=count,
-            CHUNK=_CHUNK,
+            self.logits, work.adjusted, work.record, work.arrived, work.found, self.owners.slots,
+            state.numbers, state.integers, *self.shape, work.capacity, COUNT=count, CHUNK=_CHUNK,
             **self.search_options,
-        )
+        )  # fmt: skip

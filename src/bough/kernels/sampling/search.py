@@ -47,20 +47,9 @@ def _open(here, temperature, top_k, share):
 
 @triton.jit
 def histogram_kernel(
-    logits,
-    adjusted,
-    mass,
-    count,
-    record,
-    arrived,
-    slots,
-    numbers,
-    integers,
-    stride,
-    vocabulary,
-    COUNT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    logits, adjusted, mass, count, record, arrived, slots, numbers, integers, stride, vocabulary,
+    COUNT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Weight and number of the tokens in each bin of scores; then the bins where the filters cut."""
     row, split, splits = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     slot = tl.load(slots + row)
@@ -117,21 +106,9 @@ def _locate(mass, count, here, row, total, top_k, share):
 
 @triton.jit(do_not_specialize=["capacity"])
 def gather_kernel(
-    logits,
-    adjusted,
-    record,
-    arrived,
-    found,
-    slots,
-    numbers,
-    integers,
-    stride,
-    vocabulary,
-    capacity,
-    COUNT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    logits, adjusted, record, arrived, found, slots, numbers, integers, stride, vocabulary, capacity,
+    COUNT: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """Keys of the tokens in the bins that are cut, in any order; then that of the last token kept."""
     row, split, splits = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     slot = tl.load(slots + row)
@@ -158,45 +135,15 @@ def gather_kernel(
             threshold, weight = tl.full((), LOWEST, tl.int64), tl.full((), 0, tl.int64)
             if k_bin >= 0:
                 threshold, weight = _search(
-                    logits,
-                    adjusted,
-                    found,
-                    flags,
-                    row,
-                    stride,
-                    vocabulary,
-                    capacity,
-                    number,
-                    top,
-                    temperature,
-                    k_bin,
-                    k_bin,
-                    threshold,
-                    rank,
-                    True,
-                    CHUNK,
-                )
+                    logits, adjusted, found, flags, row, stride, vocabulary, capacity, number, top,
+                    temperature, k_bin, k_bin, threshold, rank, True, CHUNK,
+                )  # fmt: skip
                 total = k_mass + weight
             if share < (1 << 24):
                 threshold, weight = _search(
-                    logits,
-                    adjusted,
-                    found,
-                    flags,
-                    row,
-                    stride,
-                    vocabulary,
-                    capacity,
-                    number,
-                    top,
-                    temperature,
-                    first,
-                    last,
-                    threshold,
-                    limit_of(total, share) - above,
-                    False,
-                    CHUNK,
-                )
+                    logits, adjusted, found, flags, row, stride, vocabulary, capacity, number, top,
+                    temperature, first, last, threshold, limit_of(total, share) - above, False, CHUNK,
+                )  # fmt: skip
             tl.store(here + THRESHOLD, threshold)
 
 
@@ -211,24 +158,9 @@ def _append(target, number, key, wanted, capacity):
 
 @triton.jit
 def _search(
-    logits,
-    adjusted,
-    found,
-    flags,
-    row,
-    stride,
-    vocabulary,
-    capacity,
-    number,
-    top,
-    temperature,
-    first,
-    last,
-    least,
-    target,
-    BY_COUNT: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    logits, adjusted, found, flags, row, stride, vocabulary, capacity, number, top, temperature, first, last,
+    least, target, BY_COUNT: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """The largest key in bins first to last such that the tokens from there up number or weigh `target`.
 
     And their weight. The tokens are those gathered, or the whole row when there was no room for them. The
@@ -269,22 +201,9 @@ def _search(
 
 @triton.jit
 def rank_kernel(
-    logits,
-    adjusted,
-    record,
-    arrived,
-    kept,
-    positions,
-    slots,
-    numbers,
-    integers,
-    ids_out,
-    scores_out,
-    stride,
-    vocabulary,
-    COUNT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    logits, adjusted, record, arrived, kept, positions, slots, numbers, integers, ids_out, scores_out, stride,
+    vocabulary, COUNT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Gathers what the filters keep of a draft's row, at most POOL tokens, and ranks it."""
     row, split, splits = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     slot = tl.load(slots + row)

@@ -53,35 +53,11 @@ _TREE = tl.constexpr(64)  # rows of a tree at most
 
 @triton.jit(do_not_specialize=["tree_rows", "words"])
 def adjust_kernel(
-    logits,
-    adjusted,
-    partial,
-    maxima,
-    record,
-    arrived,
-    chosen,
-    numbers,
-    integers,
-    prompt,
-    counts,
-    bias,
-    allowed,
-    tokens,
-    ancestors,
-    slots,
-    starts,
-    tree_rows,
-    stride,
-    vocabulary,
-    words,
-    MASKS: tl.constexpr,
-    COUNT: tl.constexpr,
-    CLASSES: tl.constexpr,
-    MAXIMA: tl.constexpr,
-    RANK: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    logits, adjusted, partial, maxima, record, arrived, chosen, numbers, integers, prompt, counts, bias,
+    allowed, tokens, ancestors, slots, starts, tree_rows, stride, vocabulary, words, MASKS: tl.constexpr,
+    COUNT: tl.constexpr, CLASSES: tl.constexpr, MAXIMA: tl.constexpr, RANK: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Applies what the request asks of the logits; finds the best token and the short list's bound.
 
     MASKS: the flag of a grammar's masks, 0 where these rows have none. The vocabulary is dealt out to CLASSES
@@ -107,26 +83,10 @@ def adjust_kernel(
         for part in range(0, BLOCK, PART):
             own = part + tl.arange(0, PART)
             _adjust(
-                logits,
-                adjusted,
-                numbers,
-                prompt,
-                counts,
-                bias,
-                allowed,
-                tokens,
-                ancestors,
-                row,
-                tree_rows,
-                stride,
-                vocabulary,
-                words,
-                flags,
-                (own // CLASSES * splits + split) * CLASSES + own % CLASSES,
-                split,
-                MASKS,
-                CLASSES,
-            )
+                logits, adjusted, numbers, prompt, counts, bias, allowed, tokens, ancestors, row, tree_rows,
+                stride, vocabulary, words, flags, (own // CLASSES * splits + split) * CLASSES + own % CLASSES,
+                split, MASKS, CLASSES,
+            )  # fmt: skip
         tl.debug_barrier()
         value = tl.load(adjusted + row * vocabulary + ids, mask=inside, other=float("-inf"))
     largest = tl.max(value, 0)
@@ -151,26 +111,9 @@ def adjust_kernel(
 
 @triton.jit
 def _adjust(
-    logits,
-    adjusted,
-    numbers,
-    prompt,
-    counts,
-    bias,
-    allowed,
-    tokens,
-    ancestors,
-    row,
-    tree_rows,
-    stride,
-    vocabulary,
-    words,
-    flags,
-    ids,
-    split,
-    MASKS: tl.constexpr,
-    CLASSES: tl.constexpr,
-):
+    logits, adjusted, numbers, prompt, counts, bias, allowed, tokens, ancestors, row, tree_rows, stride,
+    vocabulary, words, flags, ids, split, MASKS: tl.constexpr, CLASSES: tl.constexpr,
+):  # fmt: skip
     inside = ids < vocabulary
     value = tl.load(logits + row * stride + ids, mask=inside, other=float("-inf"))
     if flags & _PENALISED:
@@ -220,27 +163,10 @@ def _leading(value):
 
 @triton.jit
 def shortlist_kernel(
-    logits,
-    adjusted,
-    masses,
-    listed,
-    mass,
-    count,
-    record,
-    arrived,
-    positions,
-    slots,
-    numbers,
-    integers,
-    chosen,
-    scores,
-    stride,
-    vocabulary,
-    LIST: tl.constexpr,
-    COUNT: tl.constexpr,
-    SPLITS: tl.constexpr,
+    logits, adjusted, masses, listed, mass, count, record, arrived, positions, slots, numbers, integers,
+    chosen, scores, stride, vocabulary, LIST: tl.constexpr, COUNT: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """Weighs the row and lists its best tokens; the last program of the row samples or ranks among them.
 
     Where top-k or top-p may cut beyond the list, the row stays open and its histogram is emptied.
@@ -277,44 +203,16 @@ def shortlist_kernel(
             live = index < number
             key = tl.load(listed + row * LIST + index, mask=live, other=LOWEST, cache_modifier=".cg")
             _settle(
-                row,
-                key,
-                number,
-                tl.sum(total, 0),
-                top,
-                here,
-                mass,
-                count,
-                positions,
-                numbers,
-                integers,
-                chosen,
-                scores,
-                vocabulary,
-                LIST,
-                COUNT,
-            )
+                row, key, number, tl.sum(total, 0), top, here, mass, count, positions, numbers, integers,
+                chosen, scores, vocabulary, LIST, COUNT,
+            )  # fmt: skip
 
 
 @triton.jit
 def _settle(
-    row,
-    key,
-    number,
-    total,
-    top,
-    here,
-    mass,
-    count,
-    positions,
-    numbers,
-    integers,
-    chosen,
-    scores,
-    vocabulary,
-    LIST: tl.constexpr,
-    COUNT: tl.constexpr,
-):
+    row, key, number, total, top, here, mass, count, positions, numbers, integers, chosen, scores, vocabulary,
+    LIST: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
     temperature, top_k, share, least = load_filters(numbers, integers, COUNT)
     index = tl.arange(0, LIST)
     live = index < number
@@ -352,18 +250,8 @@ def _settle(
 
 @triton.jit
 def store_ranking(
-    row,
-    key,
-    kept,
-    score,
-    total,
-    positions,
-    numbers,
-    integers,
-    ids_out,
-    scores_out,
-    COUNT: tl.constexpr,
-):
+    row, key, kept, score, total, positions, numbers, integers, ids_out, scores_out, COUNT: tl.constexpr,
+):  # fmt: skip
     """The COUNT best of the tokens kept, with the noise at a temperature, and their log probabilities."""
     token = (0xFFFFF - (key & 0xFFFFF)).to(tl.int32)
     if tl.load(numbers) > 0:
@@ -385,21 +273,9 @@ def store_ranking(
 
 @triton.jit
 def noise_kernel(
-    logits,
-    adjusted,
-    perturbed,
-    record,
-    arrived,
-    positions,
-    slots,
-    numbers,
-    integers,
-    chosen,
-    stride,
-    vocabulary,
-    SPLITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    logits, adjusted, perturbed, record, arrived, positions, slots, numbers, integers, chosen, stride,
+    vocabulary, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """The largest of score and noise among the tokens that are kept, where that is not settled yet."""
     row, split, splits = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     slot = tl.load(slots + row)

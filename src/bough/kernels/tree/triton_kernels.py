@@ -27,25 +27,9 @@ def _disorder(ordered):
 
 @triton.jit
 def _prepare(
-    ids,
-    scores,
-    chains,
-    chain_scores,
-    corrected,
-    homes,
-    gains,
-    edges,
-    table,
-    depth_bins,
-    depths,
-    width,
-    lines,
-    chain_count,
-    edge_count,
-    CORRECTED: tl.constexpr,
-    DEEP: tl.constexpr,
-    WIDE: tl.constexpr,
-):
+    ids, scores, chains, chain_scores, corrected, homes, gains, edges, table, depth_bins, depths, width,
+    lines, chain_count, edge_count, CORRECTED: tl.constexpr, DEEP: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
     """Correct the scores and find the column that holds each chain's token at each depth, -1 for none.
 
     A depth has one line of scores, or one after each candidate of the depth before and one after any other
@@ -120,34 +104,10 @@ def _at(here, values):
 
 @triton.jit(do_not_specialize=_SHAPES[:-1])
 def best_tree_kernel(
-    anchor,
-    ids,
-    scores,
-    chains,
-    chain_scores,
-    edges,
-    table,
-    depth_bins,
-    corrected,
-    homes,
-    gains,
-    out_tokens,
-    out_parents,
-    out_weights,
-    out_ancestors,
-    out_depths,
-    depths,
-    width,
-    lines,
-    chain_count,
-    edge_count,
-    nodes,
-    rows,
-    spine,
-    CORRECTED: tl.constexpr,
-    DEEP: tl.constexpr,
-    WIDE: tl.constexpr,
-):
+    anchor, ids, scores, chains, chain_scores, edges, table, depth_bins, corrected, homes, gains, out_tokens,
+    out_parents, out_weights, out_ancestors, out_depths, depths, width, lines, chain_count, edge_count, nodes,
+    rows, spine, CORRECTED: tl.constexpr, DEEP: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
     """Add the best remaining child of any row until the tree is full.
 
     Every row holds its best child not yet taken: the sort key of its weight and a tie-breaker, so that two
@@ -162,25 +122,9 @@ def best_tree_kernel(
     out_ancestors, out_depths = out_ancestors + item * 4 * rows, out_depths + item * 4 * rows
     out_weights += item * rows
     _prepare(
-        ids,
-        scores,
-        chains,
-        chain_scores,
-        corrected,
-        homes,
-        gains,
-        edges,
-        table,
-        depth_bins,
-        depths,
-        width,
-        lines,
-        chain_count,
-        edge_count,
-        CORRECTED,
-        DEEP,
-        WIDE,
-    )
+        ids, scores, chains, chain_scores, corrected, homes, gains, edges, table, depth_bins, depths, width,
+        lines, chain_count, edge_count, CORRECTED, DEEP, WIDE,
+    )  # fmt: skip
     tl.debug_barrier()
     lowest = _order(tl.full((), float("-inf"), tl.float32))
     every = (tl.full((), 1, tl.int32) << chain_count) - 1
@@ -232,17 +176,9 @@ def best_tree_kernel(
             )
             above_column = _at(here, column_of)
             sibling, sibling_column = _best_child(
-                corrected,
-                homes,
-                gains,
-                depth,
-                above_column,
-                lines,
-                chain_count,
-                above_chains,
-                above_used,
+                corrected, homes, gains, depth, above_column, lines, chain_count, above_chains, above_used,
                 WIDE,
-            )
+            )  # fmt: skip
             parent = tl.where(fresh, above, parent)
             column_of = tl.where(fresh, column, column_of)
             weight = tl.where(fresh, new_weight.to(tl.int32, bitcast=True), weight)
@@ -281,24 +217,9 @@ def best_tree_kernel(
 
 @triton.jit(do_not_specialize=_SHAPES[-2:])
 def accept_path_kernel(
-    tokens,
-    parents,
-    ancestors,
-    sampled,
-    first,
-    slots,
-    stops,
-    limits,
-    counts,
-    header,
-    path,
-    out_tokens,
-    source,
-    rows,
-    stop_count,
-    vocabulary,
-    RAGGED: tl.constexpr,
-):
+    tokens, parents, ancestors, sampled, first, slots, stops, limits, counts, header, path, out_tokens,
+    source, rows, stop_count, vocabulary, RAGGED: tl.constexpr,
+):  # fmt: skip
     """One sequence a program; a sequence without rows accepts none."""
     item, sequences = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     if RAGGED:
@@ -377,36 +298,10 @@ def best_tree(
         (correction.edges, correction.table, correction.depth_bins) if correction else (scores, scores, ids)
     )
     best_tree_kernel[(sequences,)](
-        anchors,
-        ids,
-        scores,
-        chains,
-        chain_scores,
-        edges,
-        table,
-        bins,
-        corrected,
-        homes,
-        gains,
-        tokens,
-        parents,
-        weights,
-        ancestors,
-        depth_rows,
-        depths,
-        width,
-        lines,
-        count,
-        len(edges),
-        nodes,
-        rows,
-        spine,
-        CORRECTED=correction is not None,
-        DEEP=deep,
-        WIDE=wide,
-        num_warps=1,
-        enable_fp_fusion=False,
-    )
+        anchors, ids, scores, chains, chain_scores, edges, table, bins, corrected, homes, gains, tokens,
+        parents, weights, ancestors, depth_rows, depths, width, lines, count, len(edges), nodes, rows, spine,
+        CORRECTED=correction is not None, DEEP=deep, WIDE=wide, num_warps=1, enable_fp_fusion=False,
+    )  # fmt: skip
     return packed, weights
 
 
@@ -431,23 +326,8 @@ def accept_path(
     flat = torch.empty(sequences * (4 + 3 * MAX_ROWS), dtype=torch.int64, device=tokens.device)
     header, path, out_tokens, source = flat.split([4 * sequences] + 3 * [MAX_ROWS * sequences])
     accept_path_kernel[(sequences,)](
-        tokens,
-        parents,
-        ancestors,
-        sampled,
-        slots if first is None else first,
-        slots,
-        stops,
-        limits,
-        counts,
-        header,
-        path,
-        out_tokens,
-        source,
-        rows,
-        stops.shape[1],
-        counts.shape[1],
-        RAGGED=first is not None,
+        tokens, parents, ancestors, sampled, slots if first is None else first, slots, stops, limits, counts,
+        header, path, out_tokens, source, rows, stops.shape[1], counts.shape[1], RAGGED=first is not None,
         num_warps=1,
-    )
+    )  # fmt: skip
     return flat

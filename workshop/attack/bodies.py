@@ -1,6 +1,7 @@
-"""Requests and templates that are made to kill a server, to hold it up, or to fill its memory."""
+"""Requests that are made to kill a server, to hold it up, or to fill its memory."""
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable
 from typing import Any
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
@@ -139,7 +140,66 @@ def schemas() -> dict[str, Callable[[], Any]]:
             "patternProperties": {f"^(x|y)*z(x|y){{{i}}}$": {"type": "null"} for i in range(60)},
         },
         "not of not": lambda: nested(95, lambda v: {"not": v}, text),
-        "if, then, else": lambda: nested(24, lambda v: {"if": v, "then": v, "else": text}, text),
+        "references to parts of names": lambda: {
+            "$defs": {"a/b~c%d": property_of("#/$defs/a~1b~0c%25d")},
+            "$ref": "#/$defs/a~1b~0c%25d",
+        },
+        "a reference to another machine": lambda: {"$ref": "http://127.0.0.1:1/schema.json"},
+        "a reference that is a number": lambda: {"properties": {"a": {"$ref": 7}, "$ref": {"$ref": "#"}}},
+        "dynamic references": lambda: {
+            "$dynamicAnchor": "a",
+            "items": {"$dynamicRef": "#a"},
+            "type": "array",
+        },
+        "a constant nested 99 deep": lambda: {"const": nested(97, lambda v: [v], 1)},
+        "a constant of 900 kB": lambda: {"const": "c" * 900_000},
+        "20,000 constants in an array": lambda: {"const": list(range(20_000))},
+        "200 fields that are 200 fields": lambda: {
+            "properties": {f"p{i}": {"properties": {f"q{j}": number for j in range(200)}} for i in range(200)}
+        },
+        "oneOf of 300 that overlap": lambda: {
+            "oneOf": [{"type": "string", "maxLength": i} for i in range(300)]
+        },
+        "10,000 items by position": lambda: {"type": "array", "prefixItems": [text] * 10_000, "items": False},
+        "items of items of enumerations": lambda: nested(
+            9, lambda v: {"anyOf": [v, {"type": "array", "items": v}]}, {"enum": list(range(50))}
+        ),
+        "an empty range": lambda: {"type": "string", "minLength": 10, "maxLength": 9},
+        "integers between 1 and 10^4000": lambda: {"type": "integer", "minimum": 1, "maximum": 10**4000},
+        "the smallest floats": lambda: {"type": "number", "minimum": 5e-324, "maximum": 1.5e-323},
+        "600 digits of a multiple": lambda: {"type": "number", "multipleOf": 10**600 + 1},
+        "all formats, 50 times": lambda: {
+            "anyOf": [
+                {"type": "string", "format": name, "minLength": i}
+                for i in range(50)
+                for name in (
+                    "date-time",
+                    "email",
+                    "uri",
+                    "ipv6",
+                    "uuid",
+                    "hostname",
+                    "duration",
+                    "json-pointer",
+                )
+            ]
+        },
+        "look-ahead": lambda: {"type": "string", "pattern": "^(?=.*a)(?!.*b)(.)\\1{1,100}$"},
+        "a pattern of 500 kB": lambda: {"type": "string", "pattern": "(a|b)" * 100_000},
+        "names by a pattern that explodes": lambda: {
+            "propertyNames": {"pattern": "^(a|b)*a(a|b){20}$"},
+            "additionalProperties": {"pattern": "^(c|d)*c(c|d){20}$", "type": "string"},
+        },
+        "keys of every character": lambda: {"properties": {chr(i) * 3: text for i in range(1, 0xD800, 9)}},
+        "keywords of the wrong kind": lambda: {
+            "properties": [1],
+            "required": {"a": 1},
+            "items": 3,
+            "anyOf": {"a": 1},
+            "enum": "x",
+            "type": 5,
+        },
+        "if, then, else": lambda: nested(16, lambda v: {"if": v, "then": v, "else": text}, text),
     }
 
 
@@ -200,6 +260,37 @@ def grammars() -> dict[str, Callable[[], str]]:
         "lark, an intersection that explodes": lambda: (
             "start: T\nT: /(.*a.{14}b.*)/ & /(.*b.{15}a.*)/ & /(.*c.{13}d.*)/"
         ),
+        "one rule that is itself": lambda: "root ::= root",
+        "a rule that is missing": lambda: "root ::= a b c",
+        "3,900 rules with names of 250": lambda: rules(3900, lambda i: f'"a" | {"n" * 250} r0'),
+        "a repetition of 10^18": lambda: 'root ::= ("a" | "b"){1,1000000000000000000}',
+        "200 times 200 times 200": lambda: 'root ::= ((("a"|"b"){0,200} "c"){0,200} "d"){0,200}',
+        "classes that end before they begin": lambda: "root ::= [z-a] [\\U0010FFFF-\\x00]*",
+        "nothing in brackets, 30,000 times": lambda: "root ::= " + "() " * 30_000 + '"a"',
+        "40,000 alternatives that begin alike": lambda: (
+            "root ::= " + " | ".join(f'"prefix {i}"' for i in range(40_000))
+        ),
+        "an infinity of empty ways": lambda: 'root ::= a*\na ::= b*\nb ::= c*\nc ::= a* | "" | "x"?',
+        "strings of escapes": lambda: 'root ::= "' + "\\x41" * 100_000 + '"',
+        "marks of other marks": lambda: "root ::= " + "*+?" * 10_000,
+        "lark, a repetition of 10^6": lambda: 'start: ("a" | "b")~1000000',
+        "lark, imports": lambda: "%import common.WORD\n%import .." + "x." * 5000 + "y\nstart: WORD",
+        "lark, ignored texts that explode": lambda: 'start: "a"\n%ignore /(a|b)*a(a|b){24}/',
+        "lark, lazy expressions": lambda: (
+            "start: "
+            + " ".join(f"t{i}" for i in range(60))
+            + "\n"
+            + "\n".join(f"t{i}[lazy]: /(.|\\n)*x{i}/" for i in range(60))
+        ),
+        "lark, a schema of 1,000 references inside": lambda: (
+            "start: %json " + json.dumps(chain(1000, property_of))
+        ),
+        "lark, an expression in an expression": lambda: (
+            "start: %regex {" + "(" * 90 + "a" + "){1,9}" * 90 + "}"
+        ),
+        "lark, 400 terminals that intersect": lambda: (
+            "start: T\nT: " + " & ".join(f"/(.*a.{{{i % 9}}}b.*)/" for i in range(400))
+        ),
         "lark, a complement that explodes": lambda: "start: T\nT: ~/(.*a.{18})/ & ~/(.*b.{19})/",
     }
 
@@ -219,6 +310,16 @@ def expressions() -> dict[str, Callable[[], str]]:
         "brackets 300 deep": lambda: "(" * 300 + "a" + ")" * 300,
         "brackets 95 deep, repeated": lambda: "(" * 95 + "a" + "){1,3}" * 95,
         "optional 5,000 times": lambda: "a?" * 5000 + "a" * 5000,
+        "ten levels of five": lambda: "(" * 10 + "a?" + "){0,5}" * 10,
+        "any 1,000 around x, twice": lambda: "(?s).{0,1000}x.{0,1000}y.{0,1000}",
+        "words of any language": lambda: r"(\p{Han}|\w|\S){1,3000}\d{500}",
+        "case ignored, 20,000 letters": lambda: "(?i)" + "straße" * 3500,
+        "the square of the plus": lambda: "(x+x+)+y" * 200,
+        "anything but 60 words": lambda: "".join(f"(?!word{i})" for i in range(60)) + ".*",
+        "back references": lambda: r"(a*)(b*)\1\2" * 50,
+        "a thousand optional groups": lambda: "(ab?c?d?){0,9}" * 1000,
+        "40 counted classes": lambda: "".join(f"[^{chr(97 + i % 26)}]{{0,99}}" for i in range(40)) + "z",
+        "a class of a class": lambda: "[" * 5000 + "a" + "]" * 5000,
         "900 kB": lambda: "[ab]c?" * 150_000,
     }
 
@@ -256,6 +357,36 @@ def others() -> dict[str, tuple[str, Callable[[], Body]]]:
             lambda: HELLO | {"chat_template_kwargs": dict.fromkeys(map(str, range(280_000)), 1)},
         ),
         "template options inside": (CHAT, lambda: HELLO | {"chat_template_kwargs": {"x": values(50_000)}}),
+        "template options 95 deep": (
+            CHAT,
+            lambda: HELLO | {"chat_template_kwargs": {"x": nested(95, lambda v: {"a": [v]}, 1)}},
+        ),
+        "200 choices of a schema": (CHAT, lambda: HELLO | {"n": 200, "guided_json": {"type": "integer"}}),
+        "a tool with a pattern that explodes": (
+            CHAT,
+            lambda: (
+                HELLO
+                | tools(
+                    9,
+                    {
+                        "type": "object",
+                        "properties": {"a": {"pattern": "(a|b)*a(a|b){22}", "type": "string"}},
+                    },
+                )
+            ),
+        ),
+        "a tool whose name is an expression": (
+            CHAT,
+            lambda: {**HELLO, "tools": [{"type": "function", "function": {"name": "(a|b){1,9999}" * 9}}]},
+        ),
+        "stop strings, 10,000": (CHAT, lambda: HELLO | {"stop": [f"s{i}" for i in range(10_000)]}),
+        "a stop string of 9 MB": (CHAT, lambda: HELLO | {"stop": "ab" * 4_500_000}),
+        "a temperature of 10^300": (CHAT, lambda: HELLO | {"temperature": 10**300, "min_p": 0.5}),
+        "a seed of 4,000 digits": (CHAT, lambda: HELLO | {"seed": 10**4000}),
+        "template, 20,000 messages": (
+            "/apply-template",
+            lambda: {"messages": [{"role": "user", "content": "x" * 50}] * 20_000},
+        ),
         "a role of 5 MB": (CHAT, lambda: {"messages": [{"role": "r" * 5_000_000, "content": "x"}]}),
         "a switch that is a list": (
             CHAT,
@@ -306,52 +437,3 @@ def attacks() -> dict[str, Attack]:
         },
         **others(),
     }
-
-
-def templates() -> Iterator[str]:
-    """Yield chat templates that work for ever or fill the memory, if nothing stops them."""
-    double = "{% set x=namespace(l=[1]) %}{% for i in range(40) %}{% set x.l=STEP %}{% endfor %}"
-    for step in (
-        "[x.l,x.l]",
-        "[x.l]+[x.l]",
-        "[x.l]*2",
-        "(x.l,x.l)",
-        "{'a':x.l,'b':x.l}",
-        "[x.l|list,x.l|list]",
-    ):
-        for use in (
-            "x.l",
-            "x.l|string",
-            "x.l|tojson",
-            "x.l|pprint",
-            "x.l == x.l|list",
-            "'%s' % x.l",
-            "'a' ~ x.l",
-        ):
-            yield double.replace("STEP", step) + "{{ " + use + " }}"
-    grow = "{% set x=namespace(s='\"') %}{% for i in range(60) %}{% set x.s=x.s|FILTER %}{% endfor %}"
-    for filters in ("tojson", "upper|tojson", "string|tojson", "e|string|tojson", "tojson|safe|string"):
-        yield grow.replace("FILTER", filters)
-    yield from (
-        "{{ ('x '*10000000)|title|length }}",
-        "{{ ('a'*10**6).translate({97:'b'*10**6}) }}",
-        "{% set a=[[1]*10**7]*10**7 %}{{ a|length }}",
-        "{{ " + ".".join("a" * 50000) + " }}",
-        "{{ " + "+".join("1" * 50000) + " }}",
-        "{{ " + "(" * 50000 + " }}",
-        "{{a}}" * 40000,
-        "{{ ('a'*60000000).split('a')|length }}",
-        "{{ ('a '*60000000).split()|length }}",
-        "{{ ('a'*1000000000).swapcase() }}",
-        "{{ (1).to_bytes(3000000000, 'big') }}",
-        "{{ 'a'.join('b'*50000000)|length }}",
-        "{{ ([[1]]*100000)|sum(start=[])|length }}",
-        "{{ ('<!--'*1000000)|striptags }}",
-        "{{ ('www.'*1000000)|urlize }}",
-        "{{ ('a'*1000000)|wordwrap(1) }}",
-        "{{ raise_exception([[1]*10**6]*10**6) }}",
-        "{% for i in range(99999) %}{% set x = 7**20000 %}{% endfor %}",
-        "{% for i in range(99999) %}{% for j in range(99999) %}{{ i }}{% endfor %}{% endfor %}",
-        "{% set x=namespace(s='a') %}{% for i in range(40) %}{% set x.s %}{{x.s}}{{x.s}}{% endset %}"
-        "{% endfor %}",
-    )

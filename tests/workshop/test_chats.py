@@ -1,0 +1,17 @@
+"""The measures of repeated text in workshop/chats.py."""
+
+from workshop import chats
+
+
+def test_a_period_is_counted_as_often_as_it_stands_in_a_row() -> None:
+    assert chats.longest_run([1, 2, 3] * 4) == 4
+    assert chats.longest_run([9, *[1, 2, 3, 4] * 3, 9]) == 3
+    assert chats.longest_run(list(range(50))) == 1
+
+
+def test_sentences_of_prose_are_counted_and_code_is_not() -> None:
+    text = (
+        "The fox ran to the den. The fox ran to the den.\n```\nx = a + b + c\nx = a + b + c\n```\nYes. Yes."
+    )
+    assert chats.most_frequent([text]) == 2
+    assert chats.most_frequent([text, "The fox ran to the den."]) == 3
