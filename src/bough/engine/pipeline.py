@@ -129,9 +129,9 @@ class Pipeline:
         trees = list(zip(sequences, self._drafter.trees(turns, prompts), strict=True))
         trees = [pair for pair in trees if self._provide(pair[0], pair[1].size)]
         pieces = [piece for piece in pieces if self._provide(piece.sequence, len(piece.tokens))]
-        # Those that were parked for the sake of others.
-        trees = [pair for pair in trees if pair[0].parked is None]
-        pieces = [piece for piece in pieces if piece.sequence.parked is None]
+        if self._scheduler.parked:  # perhaps for the sake of others
+            trees = [pair for pair in trees if pair[0].parked is None]
+            pieces = [piece for piece in pieces if piece.sequence.parked is None]
         if not trees:
             return None  # the readers go on alone
         self._working[:] = [*(pair[0] for pair in trees), *(piece.sequence for piece in pieces)]
