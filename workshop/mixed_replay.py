@@ -24,8 +24,9 @@ from bough.kernels.tree.reference import accept_path
 from bough.session.loading import load_session
 from bough.session.requests import Finished, TextRequest
 from bough.session.session import Session
-from bough.spec.dflash import Ask, DraftCall, DraftReport
-from bough.spec.policy import Plan, RowPolicy, StepCosts
+from bough.spec.costs import StepCosts
+from bough.spec.draft_call import Ask, DraftCall, DraftReport
+from bough.spec.policy import Plan, RowPolicy
 from bough.spec.speculator import Speculator
 from bough.spec.tree import Tree
 from workshop.case import RESULTS, case

@@ -29,7 +29,7 @@ from bough.session import building
 from bough.session.loading import load_session
 from bough.session.requests import TextRequest
 from bough.session.session import Session
-from bough.spec.policy import StepCosts
+from bough.spec.costs import StepCosts
 from tests.gpu.texts import embedded_pair
 from workshop.case import case
 from workshop.gpu.exact import GREEDY

@@ -5,8 +5,8 @@ import pytest
 from bough.config import SpecConfig
 from bough.engine.engine import Engine
 from bough.session.requests import TextRequest
+from bough.spec.costs import StepCosts
 from bough.spec.dflash import DFlashModel
-from bough.spec.policy import StepCosts
 from bough.spec.speculator import Speculator
 from bough.state.draft_ring import draft_buffers
 from tests.engine.test_embedded_pair import SAMPLINGS, session

@@ -9,9 +9,11 @@ from bough.config import SpecConfig
 from bough.errors import UsageError
 from bough.kernels.tree.reference import accept_path
 from bough.session.pairing import NamedDraft
+from bough.spec.calibration import SHARE_PRIOR, Share
+from bough.spec.costs import StepCosts
 from bough.spec.drafter import HostPath, StepOutcome, Turn
 from bough.spec.mixed import MixedModel
-from bough.spec.policy import MIX_TRIES, SHARE_PRIOR, Mixes, Share, StepCosts
+from bough.spec.policy import MIX_TRIES, Mixes
 from bough.spec.speculator import Speculator
 from bough.spec.tree import Proposal
 from tests.spec.test_speculator import VOCABULARY, Clock, ScriptedDraft, depths_of, novel, propose

@@ -8,8 +8,8 @@ import torch
 
 from bough.config import SpecConfig
 from bough.kernels.tree.reference import accept_path
+from bough.spec.costs import StepCosts
 from bough.spec.drafter import Constraint, HostPath, StepOutcome, Turn
-from bough.spec.policy import StepCosts
 from bough.spec.speculator import Speculator
 from bough.spec.tree import Proposal, Tree
 

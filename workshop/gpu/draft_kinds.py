@@ -31,9 +31,10 @@ from bough.models.measure import measured
 from bough.models.mtp import MTPBlock
 from bough.models.spec import ModelSpec
 from bough.models.weights import TensorSource, WeightLoader
-from bough.spec.dflash import DFlashModel, DraftModel
+from bough.spec.costs import StepCosts
+from bough.spec.dflash import DFlashModel
+from bough.spec.draft_model import DraftModel
 from bough.spec.mtp import MTPModel
-from bough.spec.policy import StepCosts
 from bough.spec.speculator import Speculator
 from bough.state.draft_ring import draft_buffers, mtp_buffers
 from bough.train.mtp_model import block_shapes

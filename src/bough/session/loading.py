@@ -51,11 +51,11 @@ from bough.session.session import Session
 from bough.session.threads import checked_threads, torch_threads
 from bough.session.vectors import Vectors, vector_config
 from bough.spec.cost_file import CostFile
-from bough.spec.dflash import DraftModel
+from bough.spec.costs import StepCosts
+from bough.spec.draft_model import DraftModel
 from bough.spec.drafter import Drafter, NoDrafter
 from bough.spec.mixed import MixedModel
 from bough.spec.mtp import MTPModel
-from bough.spec.policy import StepCosts
 from bough.state.draft_ring import DEFAULT_CONTEXT
 from bough.text.template import ChatTemplate
 from bough.text.tokenizer import Tokenizer

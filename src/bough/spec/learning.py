@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from bough.kernels.tree.reference import accept_path
-from bough.spec.dflash import DraftCall, DraftReport
+from bough.spec.draft_call import DraftCall, DraftReport
 from bough.spec.drafter import StepOutcome
 from bough.spec.policy import Plan, RowPolicy
 

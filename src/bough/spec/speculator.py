@@ -12,17 +12,12 @@ from torch import Tensor
 
 from bough.config import SpecConfig
 from bough.kernels.tree import MAX_ROWS
-from bough.spec.dflash import (
-    Ask,
-    DFlashModel,
-    DraftCall,
-    DraftModel,
-    DraftReport,
-    HostDraftCall,
-    NoDraftModel,
-    TreeShape,
-)
+from bough.spec.calibration import Calibration, Share
+from bough.spec.costs import StepCosts
+from bough.spec.dflash import DFlashModel
 from bough.spec.diagnosis import DraftWatch
+from bough.spec.draft_call import Ask, DraftCall, DraftReport, HostDraftCall, TreeShape
+from bough.spec.draft_model import DraftModel, NoDraftModel
 from bough.spec.drafter import (
     DevicePaths,
     Features,
@@ -34,17 +29,8 @@ from bough.spec.drafter import (
 )
 from bough.spec.learning import CalledDraft, LessonQueue, Lessons
 from bough.spec.mixed import mixes_of
-from bough.spec.policy import (
-    EAGER_SIZES,
-    PLAIN,
-    Calibration,
-    LookupAccuracy,
-    Plan,
-    RowPolicy,
-    Share,
-    StepCosts,
-)
-from bough.spec.prompt_lookup import PromptLookup
+from bough.spec.policy import EAGER_SIZES, PLAIN, Plan, RowPolicy
+from bough.spec.prompt_lookup import LookupAccuracy, PromptLookup
 from bough.spec.sharing import BatchCosts, Offer, RowSharing
 from bough.spec.tree import Tree
 from bough.state.draft_ring import SavedRings
