@@ -43,6 +43,7 @@ def main(
     chats: int = 10,
     turns: int = 8,
     regenerate: int = 20,
+    question: str = "Tell me a joke in one sentence.",
     n_gen: int = 160,
     greedy: bool = False,
 ) -> None:
@@ -57,8 +58,7 @@ def main(
             line = one_chat(llm, number, turns, sampling, n_gen)
             report.check(f"chat {number}", line["in_a_chat"] <= 3 and line["run"] < 4, **line)
         answers = {
-            str(llm.chat("Tell me a joke in one sentence.", replace(sampling, seed=seed), max_tokens=60))
-            for seed in range(regenerate)
+            str(llm.chat(question, replace(sampling, seed=seed), max_tokens=60)) for seed in range(regenerate)
         }
     report.check("regenerated", len(answers) == regenerate, answers=regenerate, different=len(answers))
 

@@ -24,9 +24,15 @@ class Served:
 
 @contextlib.contextmanager
 def serving(
-    *arguments: object, ready: Callable[[dict[str, Any]], bool] = lambda health: True, **process: Any
+    *arguments: object,
+    ready: Callable[[dict[str, Any]], bool] = lambda health: True,
+    ends: bool = False,
+    **process: Any,
 ) -> Iterator[Served]:
-    """Run a server with these arguments on a free port; `process`: how it is started (`subprocess.Popen`)."""
+    """Run a server with these arguments on a free port.
+
+    ends: it may end before it is told to. process: how it is started (`subprocess.Popen`).
+    """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "bough", "serve", "--port", str(port), *map(str, arguments)]
@@ -37,7 +43,7 @@ def serving(
                 raise SystemExit(f"the server did not start: {' '.join(command)}")
             time.sleep(0.1)
         yield Served(url, time.perf_counter() - begin, server)
-        if server.poll() is not None:
+        if server.poll() is not None and not ends:
             raise SystemExit(f"the server has ended with {server.returncode}")
     finally:
         server.send_signal(signal.SIGTERM)

@@ -54,6 +54,23 @@ def test_damage_is_ignored_with_one_warning(
     assert Recorder(spec, folder=tmp_path).read(WORDS, {}) == END
 
 
+def test_what_is_no_file_is_ignored(
+    spec: ModelSpec, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = written(spec, tmp_path)
+    for create in (
+        os.mkfifo,
+        os.mkdir,
+        lambda path: os.symlink("/dev/zero", path),
+        lambda path: os.symlink("/nowhere", path),
+    ):
+        path.rmdir() if path.is_dir() else path.unlink()
+        create(path)
+        caplog.clear()
+        assert Recorder(spec, folder=tmp_path).read(WORDS, {}) == 0
+        assert len(caplog.records) == 1 and "ignored" in caplog.text
+
+
 def test_another_model_leaves_its_files_alone(
     spec: ModelSpec, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -158,7 +158,7 @@ def test_another_answer_has_another_seed(page_server: PageServer, open_page: Ope
         with page.expect_response("**/v1/chat/completions"):
             page.click("[data-action=regenerate]")
         expect(page.locator("#status")).to_have_text(
-            "The same text as before: at temperature 0 it always is."
+            "The same text, although by another seed: a higher temperature gives others."
         )
     page.click("#open-settings")
     page.fill("[name=seed]", "7")
@@ -167,7 +167,7 @@ def test_another_answer_has_another_seed(page_server: PageServer, open_page: Ope
         with page.expect_response("**/v1/chat/completions"):
             page.click("[data-action=regenerate]")
         expect(page.locator("#status")).to_have_text(
-            "The same text as before: at temperature 0 it always is."
+            "The same text, although by another seed: a higher temperature gives others."
         )
         expect(page.locator(".message.assistant .stats")).to_be_visible()
     seeds = [body["seed"] for body in page_server.script.bodies]

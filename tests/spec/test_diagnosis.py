@@ -23,19 +23,19 @@ from tests.gpu.texts import embedded_pair
 from tests.tiny_draft import draft_config, save_draft
 
 PROMPT = "Write a function that returns the n-th Fibonacci number, and one that tests it."
+SURE = "def fibonacci(n):"  # on which a wrong causal flag costs most
 
 
-def session_of(draft: Path | None, **settings: Any) -> Session:
+def session_of(draft: Path | None, costs: Path | None = None, **settings: Any) -> Session:
     speculation = SpecConfig(**settings) if draft else None
-    config = EngineConfig(
-        "cpu", max_ctx=1024, speculation=speculation, draft=DraftConfig(draft) if draft else None
-    )
+    proposing = DraftConfig(draft) if draft else None
+    config = EngineConfig("cpu", max_ctx=1024, speculation=speculation, draft=proposing, costs=costs)
     return load_session(embedded_pair()[0], config)
 
 
-def answer(session: Session, temperature: float = 0.0) -> Finished:
+def answer(session: Session, temperature: float = 0.0, prompt: str = PROMPT) -> Finished:
     request = TextRequest(
-        messages=[{"role": "user", "content": PROMPT}],
+        messages=[{"role": "user", "content": prompt}],
         max_tokens=120,
         sampling=SamplingParams(temperature=temperature, seed=5),
     )
@@ -109,17 +109,23 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("lookup", [True, False])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_another_models_draft_is_said_after_the_first_answer(
-    stranger: Path, plain: dict[float, list[int]], lookup: bool, temperature: float
+    stranger: Path, plain: dict[float, list[int]], tmp_path: Path, lookup: bool, temperature: float
 ) -> None:
-    """With the planner, which stops to call it after a few calls; the share of lookup is not the draft's."""
-    session = session_of(stranger, lookup=lookup)
+    """With the planner, which hardly calls it; the share of lookup is not the draft's."""
+    session = session_of(stranger, tmp_path / "costs.json", lookup=lookup)
     finished = answer(session, temperature)
     assert finished.tokens == plain[temperature]
     (note,) = finished.stats.notes
-    assert note.startswith("not one token of ") and "draft of another model" in note
+    # Which of the two notices it first depends on how often the planner calls it.
+    assert note.startswith(("the draft does not fit: ", "not one token of ")) and "of another model" in note
     assert finished.stats.shares.draft == 0 and (finished.stats.shares.lookup > 0) <= lookup
     assert answer(session, temperature).stats.notes == []  # once
     assert session.engine.drafter.notes(-1).warnings == [note]  # and in `ps`
+
+
+def test_calls_without_an_accepted_token_are_looked_into_at_any_time(stranger: Path) -> None:
+    (note,) = answer(session_of(stranger, lookup=False, adaptive=False)).stats.notes
+    assert note.startswith("not one token of ") and "draft calls accepted: no other layers" in note
 
 
 def test_a_draft_for_another_depth_is_refused(stranger: Path, tmp_path: Path) -> None:
@@ -131,16 +137,30 @@ def test_a_draft_for_another_depth_is_refused(stranger: Path, tmp_path: Path) ->
         session_of(tmp_path / "draft")
 
 
-def test_the_text_is_plain_whatever_is_wrong(
-    plain: dict[float, list[int]], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", [*KINDS, "nothing"])
+def test_a_first_contact_names_what_is_wrong_and_the_text_is_plain(
+    plain: dict[float, list[int]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
 ) -> None:
     """Through the engine: the config says something else than the weights were trained for."""
-    whole = DraftSpec.from_gguf
-    for changes, _ in KINDS.values():
-        monkeypatch.setattr(
-            DraftSpec, "from_gguf", lambda *a, f=changes, **k: replace(spec := whole(*a, **k), **f(spec))
-        )
-        assert answer(session_of(embedded_pair()[1])).tokens == plain[0.0]
+    whole, (changes, name) = DraftSpec.from_gguf, KINDS.get(kind, (lambda spec: {}, ""))
+    monkeypatch.setattr(
+        DraftSpec, "from_gguf", lambda *a, **k: replace(spec := whole(*a, **k), **changes(spec))
+    )
+    monkeypatch.setattr("bough.spec.diagnosis._FIRST_SECONDS", 60.0)  # also where other programs compute
+    costs = tmp_path / "costs.json"
+    session = session_of(embedded_pair()[1], costs=costs)
+    first = answer(session, prompt=SURE)
+    assert first.tokens == answer(session_of(None), prompt=SURE).tokens
+    assert answer(session).tokens == plain[0.0] and answer(session, 0.8).tokens == plain[0.8]
+    notes = session.engine.drafter.warnings(-1)
+    if not name:
+        assert first.stats.notes == notes == []
+    else:
+        assert first.stats.notes == notes and f": {name}" in notes[0]
+    # A later start does not look again.
+    monkeypatch.setattr("bough.spec.diagnosis.diagnosis", lambda *a: pytest.fail("looked again"))
+    assert json.loads(costs.read_text()).popitem()[1]["checked"] is True
+    assert answer(session_of(embedded_pair()[1], costs=costs)).tokens == plain[0.0]
 
 
 def test_shares_are_counted_apart() -> None:

@@ -49,7 +49,7 @@ def _proposer(session: Session, config: EngineConfig) -> str:
 
 
 def model_facts(session: Session, path: Path, config: EngineConfig) -> Mapping[str, Any]:
-    model = session.engine.target
+    model, states = session.engine.target, session.engine.states
     return {
         "file": path.name,
         "architecture": model.spec.architecture,
@@ -61,7 +61,8 @@ def model_facts(session: Session, path: Path, config: EngineConfig) -> Mapping[s
         "kv": format_names(session.plan.kv),
         "parallel": session.parallel,
         "shared_tokens": session.plan.kv_tokens,
-        "window": session.engine.states.buffers.window,
+        "free": {"slots": states.free_slots, "pages": states.pages.free, "of_pages": states.pages.capacity},
+        "window": states.buffers.window,
         "approximate": session.engine.approximate,
         "draft": config.draft.path.name if config.draft else None,
         "proposes": _proposer(session, config),

@@ -16,6 +16,12 @@ class CostFile:
         self._path, self._key = path, key
 
     def load(self) -> StepCosts:
+        costs, entry = self._costs(), self._read().get(self._key)
+        # Without a file there is no first contact: each would be one.
+        costs.checked = self._path is None or (isinstance(entry, dict) and entry.get("checked") is True)
+        return costs
+
+    def _costs(self) -> StepCosts:
         entry: Any = self._read().get(self._key)
         try:
             steps = {int(rows): float(seconds) for rows, seconds in entry["step"].items()}
@@ -36,7 +42,7 @@ class CostFile:
         book[self._key] = {
             name: {str(key): seconds for key, seconds in costs_by.items()}
             for name, costs_by in (("step", costs.step), ("draft", costs.draft), ("gap", costs.gap))
-        } | {"backlog": costs.backlog}
+        } | {"backlog": costs.backlog, "checked": costs.checked}
         part = self._path.with_suffix(f".{os.getpid()}.part")
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -28,6 +28,7 @@ class StepCosts:
     gap: dict[str, float] = field(default_factory=dict)  # between two steps, by the kind of the second
     # Of a draft call, for each position whose features have waited for it; 0 where none wait.
     backlog: float = 0.0
+    checked: bool = field(default=True, compare=False)  # the draft's settings have been tried on a text
     # By rows; a draft call's by -mix.
     _ages: dict[int, "_Age"] = field(default_factory=dict, repr=False, compare=False)
     _steps: int = 0

@@ -19,6 +19,7 @@ from bough.models.decoder import Target
 from bough.models.dflash import DFlashDraft
 from bough.models.draft_spec import DraftSpec, default_taps
 from bough.models.step import Step
+from bough.spec.costs import StepCosts
 from bough.spec.shares import Shares
 from bough.state.draft_ring import draft_buffers
 from bough.state.sequences import CacheConfig, SequenceStates
@@ -30,17 +31,26 @@ _PLACES = 12  # in the text, at which the draft proposes
 _WORKS = 0.25  # tokens of a call that are right: a draft that fits its target has more, of most texts
 _GAIN = 4  # tokens over all places: fewer are luck; a draft that fits is best as it is configured
 _SECONDS = 5.0  # for the experiment: a large draft on a CPU is not tried with all settings
-_BLOCKS = (4, 8, 16, 32)
+# Of a first contact, which no text gave reason for; only where a step takes no longer than the other.
+_FIRST_SECONDS, _QUICK = 2.0, 0.05
+_BLOCKS = (16, 8, 32, 4)  # the usual first
+_ALIKE = 0.9  # of two settings as good as that the usual one is named
 # Masks of published drafts: of Qwen3.5 to 3.8, of Qwen3, of Gemma. Others take the last row of the embedding.
 _MASKS = (248070, 151669, 4)
 
 
 class DraftWatch:
-    """What came of a draft's calls and of prompt lookup; finds out why nothing of a draft is accepted."""
+    """What came of a draft's calls and of prompt lookup; finds out what is wrong with a draft.
 
-    def __init__(self, draft: DFlashDraft | None = None, target: Target | None = None):
+    At a first contact, which the file of costs notes, other settings are tried on the first text; later only
+    where nothing is accepted.
+    """
+
+    def __init__(
+        self, draft: DFlashDraft | None = None, target: Target | None = None, costs: StepCosts | None = None
+    ):
         """`draft` None: only shares are counted, or a kind of draft that no experiment is made with."""
-        self._draft, self._target = draft, target
+        self._draft, self._target, self._costs = draft, target, costs or StepCosts()
         self._shares: dict[int, Shares] = {}  # by slot
         self._calls = self._accepted = 0  # of the draft, over all texts
         self._due = FEW_CALLS
@@ -66,28 +76,44 @@ class DraftWatch:
             self._accepted += len(accepted) - same
 
     def look_into(self, tokens: Sequence[int]) -> str | None:
-        """After an answer: where next to nothing of the draft was accepted, return why; once."""
-        few = not self._accepted if self._calls < _MANY_CALLS else self._accepted <= _LITTLE * self._calls
-        if self.diagnosis or self._calls < self._due or not few or len(tokens) < _LEAST_TEXT:
+        """After an answer: return what is wrong with the draft; once."""
+        if self.diagnosis or len(tokens) < _LEAST_TEXT:
             return None
-        # A draft that fits may have nothing to say about one text.
-        self._due, cause = 4 * self._calls, "is it the draft of this target?"
-        if self._draft is not None and self._target is not None:
-            try:
-                cause = diagnosis(self._draft, self._target, tokens)
-            except torch.OutOfMemoryError:
-                cause = "there is no memory to find out why"
-        if cause is not None:
-            count = f"{self._accepted} tokens" if self._accepted else "not one token"
-            self.diagnosis = f"{count} of {self._calls} draft calls accepted: {cause}"
+        few = not self._accepted if self._calls < _MANY_CALLS else self._accepted <= _LITTLE * self._calls
+        due, quick = few and self._calls >= self._due, self._costs.step.get(1, 1.0) <= _QUICK
+        if not due and (self._draft is None or self._costs.checked or not quick):
+            return None
+        if due:
+            # A draft that fits may have nothing to say about one text.
+            self._due = 4 * self._calls
+        cause: str | None = "is it the draft of this target?"
+        try:
+            if self._draft is not None:
+                cause = self.examine(tokens, _SECONDS if due else _FIRST_SECONDS)
+        except torch.OutOfMemoryError:
+            cause = "there is no memory to find out why" if due else None
+        count = f"{self._accepted} tokens" if self._accepted else "not one token"
+        seen = f"{count} of {self._calls} draft calls accepted" if due else "the draft does not fit"
+        self.diagnosis = cause and f"{seen}: {cause}"
         return self.diagnosis
 
+    @torch.inference_mode()
+    def examine(self, tokens: Sequence[int], seconds: float = _SECONDS) -> str | None:
+        """Return what is wrong with the draft, by trying other settings on a text; None: nothing."""
+        if self._draft is None or self._target is None:
+            return None
+        self._costs.checked = True
+        return diagnosis(self._draft, self._target, tokens, seconds)
 
-def diagnosis(draft: DFlashDraft, target: Target, tokens: Sequence[int]) -> str | None:
+
+def diagnosis(
+    draft: DFlashDraft, target: Target, tokens: Sequence[int], seconds: float = _SECONDS
+) -> str | None:
     """Return what is wrong with a draft, in a sentence; None: on this text it is right often enough."""
-    results = experiment(draft, target, list(tokens)[-_MOST_TEXT:])
+    results = experiment(draft, target, list(tokens)[-_MOST_TEXT:], seconds)
     configured = results.pop("")
-    best = max(results, key=results.__getitem__, default="")
+    highest = max(results.values(), default=0.0)
+    best = next((name for name, right in results.items() if right >= _ALIKE * highest), "")
     better = results.get(best, 0.0)
     if better >= _WORKS and _PLACES * (better - configured) >= max(_GAIN, 0.1 * _PLACES * configured):
         return f"{best} (in a test on this text: {configured:.2f} tokens a call, then {better:.2f})"
@@ -99,7 +125,9 @@ def diagnosis(draft: DFlashDraft, target: Target, tokens: Sequence[int]) -> str 
     )
 
 
-def experiment(draft: DFlashDraft, target: Target, tokens: list[int]) -> dict[str, float]:
+def experiment(
+    draft: DFlashDraft, target: Target, tokens: list[int], seconds: float = _SECONDS
+) -> dict[str, float]:
     """Return the tokens of a call that follow in the text, as configured ("") and by what was changed."""
     variants = {"": draft.spec} | dict(_changed(draft.spec, target))
     taps = sorted({tap for spec in variants.values() for tap in spec.taps})
@@ -107,7 +135,7 @@ def experiment(draft: DFlashDraft, target: Target, tokens: list[int]) -> dict[st
     width, results = target.spec.width, {}
     begin = time.perf_counter()
     for name, spec in variants.items():
-        if time.perf_counter() - begin > _SECONDS:
+        if results and time.perf_counter() - begin > seconds:
             break
         columns = [features[:, taps.index(tap) * width : (taps.index(tap) + 1) * width] for tap in spec.taps]
         results[name] = _accepted(_with_spec(draft, spec), target, tokens, torch.cat(columns, 1))
@@ -116,6 +144,8 @@ def experiment(draft: DFlashDraft, target: Target, tokens: list[int]) -> dict[st
 
 def _changed(spec: DraftSpec, target: Target) -> Iterator[tuple[str, DraftSpec]]:
     """Yield the draft's settings with one of them changed, and which."""
+    flipped = tuple(not causal for causal in spec.causal)
+    yield f"causal is {list(spec.causal)}, the opposite fits", replace(spec, causal=flipped)
     depth = len(target.spec.layers)
     shown = list(spec.taps)
     for taps in _other_taps(spec, depth):
@@ -126,8 +156,6 @@ def _changed(spec: DraftSpec, target: Target) -> Iterator[tuple[str, DraftSpec]]
     for size in _BLOCKS:
         if size != spec.block_size:
             yield f"block_size is {spec.block_size}, {size} fits", replace(spec, block_size=size)
-    flipped = tuple(not causal for causal in spec.causal)
-    yield f"causal is {list(spec.causal)}, the opposite fits", replace(spec, causal=flipped)
 
 
 def _other_taps(spec: DraftSpec, depth: int) -> list[tuple[int, ...]]:

@@ -175,6 +175,10 @@ class Drafter(Protocol):
         """Return an immutable copy of its state of the sequence."""
         ...
 
+    def examine(self, tokens: Sequence[int]) -> str | None:
+        """Return what is wrong with a draft, by trying other settings of it on a text; None: nothing."""
+        ...
+
     def notes(self, slot: int) -> Notes:
         """Return what is to be said since the end of a slot's text; slot -1: ever."""
         ...
@@ -207,6 +211,9 @@ class NoDrafter:
     def rollback(self, slot: int, count: int) -> None: ...
 
     def save(self, slot: int) -> SavedRings | None:
+        return None
+
+    def examine(self, tokens: Sequence[int]) -> str | None:
         return None
 
     def notes(self, slot: int) -> Notes:

@@ -135,7 +135,8 @@ class Speculator:
         # Steps of several texts are padded to these sizes, too; without padding any number of rows will do.
         self._padded_sizes = None if sizes is EAGER_SIZES else sizes
         self._texts: dict[int, _Text] = {}  # by slot
-        self._watch = DraftWatch(*(draft.watched if isinstance(draft, DFlashModel) else ()))
+        watched = draft.watched if isinstance(draft, DFlashModel) else (None, None)
+        self._watch = DraftWatch(*watched, costs)
         self._calls = 0  # for several texts
         self._asked = 0  # texts in the last call for several
         self._on_host = torch.device(device).type == "cpu"
@@ -239,6 +240,9 @@ class Speculator:
         known = self._watch.diagnosis if text is None else None
         note = self._watch.look_into(text.lookup.tokens) if text is not None and self._has_draft else known
         return Notes([note] if note else [], self._watch.shares(slot))
+
+    def examine(self, tokens: Sequence[int]) -> str | None:
+        return self._watch.examine(tokens)
 
     def _note_lesson(self, text: _Text, outcome: StepOutcome) -> None:
         """Note what a step teaches; without a draft call nothing has to wait."""

@@ -28,6 +28,7 @@ class Parrot:
     def __init__(self) -> None:
         self.asked: list[tuple[list[Any], ChatSettings, int]] = []
         self.failure: Exception | None = None
+        self.sure = False  # of its text, whatever the seed
 
     def defaults(self, settings: ChatSettings) -> Mapping[str, float]:
         return {"temperature": 0.7}
@@ -48,7 +49,7 @@ class Parrot:
         yield Reasoning("hmm")
         if self.failure is not None and "late" not in str(self.failure):
             raise self.failure
-        greedy = settings.values.get("temperature") == 0
+        greedy = self.sure or settings.values.get("temperature") == 0
         yield Text(f"{messages[-1]['content']}{'' if greedy else f' {seed}'}")
         if self.failure is not None:
             raise self.failure
@@ -129,6 +130,12 @@ def test_a_greedy_answer_is_the_same_again_and_a_line_says_why(talk, parrot, cap
     chat = talk("a", "/regen", settings=ChatSettings({"temperature": 0}))
     assert contents(chat) == ["a", "a"]
     assert "The same text: the temperature is 0." in capsys.readouterr().err
+
+
+def test_the_same_text_by_another_seed_says_what_changes_it(talk, parrot, capsys):
+    parrot.sure = True
+    talk("a", "/regen")
+    assert "`/set temperature 1` gives others." in capsys.readouterr().err
 
 
 def test_without_speculation_the_same_answer_comes_again(talk, parrot, capsys):
@@ -331,20 +338,19 @@ def test_another_model(talk, parrot, capsys):
             if settings.thinking is not None:
                 raise UsageError("it does not think")
 
-    class Shelf:
-        def find(self, name: str | None) -> Callable[[], Parrot]:
-            if name == "missing":
-                raise UsageError("there is no such model")
+    def find(name: str | None) -> Callable[[], Parrot]:
+        if name == "missing":
+            raise UsageError("there is no such model")
 
-            def load() -> Parrot:
-                if name == "broken":
-                    raise BoughError("it is broken")
-                return Other()
+        def load() -> Parrot:
+            if name == "broken":
+                raise BoughError("it is broken")
+            return Other()
 
-            return load
+        return load
 
     chat = talk("/model missing")
-    chat.models, chat.reload = Shelf(), lambda: parrot
+    chat.models, chat.reload = find, lambda: parrot
     with pytest.raises(UsageError, match="no such model"):
         chat.switch("missing")
     with pytest.raises(BoughError, match="broken"):

@@ -103,7 +103,7 @@ class Chat:
         """Go on with another model; if it cannot be loaded, with the present one."""
         if self.models is None or self.reload is None:
             raise UsageError("this chat cannot change its model")
-        load = self.models.find(name)
+        load = self.models(name)
         del self.backend  # both may not fit in memory
         try:
             self.backend = load()
@@ -151,8 +151,10 @@ class Chat:
         if comparable:
             same = "the same text" if now.text == previous.text else "another text"
             self.screen.note(f"{same} · {now.tok_s:.1f} tok/s now, {previous.tok_s:.1f} tok/s before")
-        elif now.text == previous.text and self._temperature == 0:
-            self.screen.notice("The same text: the temperature is 0. `/set temperature 0.7` samples.")
+        elif now.text == previous.text:
+            greedy = "the temperature is 0. `/set temperature 0.7` samples."
+            certain = "by another seed, too, the model is that sure. `/set temperature 1` gives others."
+            self.screen.notice(f"The same text: {greedy if self._temperature == 0 else certain}")
 
     @property
     def _temperature(self) -> float | None:

@@ -179,7 +179,7 @@ export class Conversation {
       await runTurn(body, { ...this.#turnHooks(abort), onEvent: (event) => this.#handle(run, event) });
       if (message.state === "writing") message.state = "done";
       const same = message.content && message.content === before?.content;
-      this.hooks.onStatus(same ? "The same text as before: at temperature 0 it always is." : "Done.");
+      this.hooks.onStatus(same ? "The same text, although by another seed: a higher temperature gives others." : "Done.");
     } catch (error) {
       this.#fail(run, error, abort);
     }
