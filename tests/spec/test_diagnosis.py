@@ -152,7 +152,7 @@ def test_a_first_contact_names_what_is_wrong_and_the_text_is_plain(
     first = answer(session, prompt=SURE)
     assert first.tokens == answer(session_of(None), prompt=SURE).tokens
     assert answer(session).tokens == plain[0.0] and answer(session, 0.8).tokens == plain[0.8]
-    notes = session.engine.drafter.warnings(-1)
+    notes = session.engine.drafter.notes(-1).warnings
     if not name:
         assert first.stats.notes == notes == []
     else:
