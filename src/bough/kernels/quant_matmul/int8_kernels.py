@@ -11,9 +11,8 @@ from bough.kernels.quant_matmul.int8 import GROUP, ROW_TILE, Int8Matrix, empty_i
 from bough.kernels.quant_matmul.layout import ROW_BLOCK, PackedWeight
 from bough.kernels.quant_matmul.rows import PackedRows
 from bough.kernels.quant_matmul.triton_kernels import (
-    _high,
+    _fields,
     _low,
-    _scales,
     _weights,
     constants,
     table_of,
@@ -71,11 +70,7 @@ def _requantise_kernel(
     low = _low(tile, g, r, c, LOW)
     peak = tl.zeros((ROWS, WORDS), tl.float32)
     for h in tl.static_range(HALVES):
-        high, scale, minimum = low, 0.0, 0.0
-        if HIGH:
-            high = _high(tile, g, c, h, HIGH, UNIT, LOW)
-        if LOW < 16:
-            scale, minimum = _scales(tile, g, r, c, h, LOW, HIGH, SCALES, UNIT)
+        high, scale, minimum = _fields(tile, low, g, r, c, h, LOW, HIGH, SCALES, UNIT)
         for q in tl.static_range(PER):
             weight = _weights(low, high, scale, minimum, table, r, c, h, q, LOW, HIGH, OFFSET, TABLE)
             peak = tl.maximum(peak, tl.abs(weight))
@@ -87,11 +82,7 @@ def _requantise_kernel(
     times = tl.broadcast_to(_inverse(most)[:, :, None], (ROWS, GROUPS, WORDS // GROUPS))
     times = tl.reshape(times, (ROWS, WORDS))
     for h in tl.static_range(HALVES):
-        high, scale, minimum = low, 0.0, 0.0
-        if HIGH:
-            high = _high(tile, g, c, h, HIGH, UNIT, LOW)
-        if LOW < 16:
-            scale, minimum = _scales(tile, g, r, c, h, LOW, HIGH, SCALES, UNIT)
+        high, scale, minimum = _fields(tile, low, g, r, c, h, LOW, HIGH, SCALES, UNIT)
         several = tl.zeros((ROWS, WORDS), tl.int32)
         for q in tl.static_range(PER):
             weight = _weights(low, high, scale, minimum, table, r, c, h, q, LOW, HIGH, OFFSET, TABLE)
