@@ -177,6 +177,16 @@ def test_a_string_is_not_held_back_until_it_ends() -> None:
     assert parser.push("\n</par") == []
 
 
+def test_a_call_without_the_tag_around_it() -> None:
+    bare = call("weather", ("city", "Rome")).removeprefix("<tool_call>\n").removesuffix("\n</tool_call>")
+    asked = [("call", "weather"), ("arguments", '{"city": "Rome"}')]
+    for text in (bare, bare + "\n</tool_call>"):
+        assert shown(f"Sure.\n\n{text}\n", tools=TOOLS) == [("content", "Sure."), *asked]
+        assert shown(text + text, tools=TOOLS) == asked * 2
+    other = "Write <function=name> or <function=weather"
+    assert shown(other, tools=TOOLS) == [("content", other)]
+
+
 def test_json_calls() -> None:
     text = 'Sure.\n<tool_call>\n{"name": "weather", "arguments": {"city": "</tool_call>"}}\n</tool_call>'
     assert shown(text, tools=TOOLS) == [
