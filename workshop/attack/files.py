@@ -34,8 +34,9 @@ Damage = Callable[[bytearray, random.Random], None]
 
 
 def places(content: bytes, names: list[str]) -> list[int]:
-    """Return where the facts behind names begin."""
-    return [content.index(name.encode()) + len(name.encode()) for name in names]
+    """Return where the facts behind names begin; a name follows its length."""
+    written = [struct.pack("<Q", len(name.encode())) + name.encode() for name in names]
+    return [content.index(name) + len(name) for name in written]
 
 
 def damages() -> dict[str, Damage]:
@@ -57,6 +58,7 @@ def damages() -> dict[str, Damage]:
     def tensor(target: bytearray, choose: random.Random) -> None:
         at = choose.choice(infos)
         (ranks,) = struct.unpack_from("<I", target, at)
+        assert ranks <= 4
         at, width = choose.choice(
             [(at, 4), *((at + 4 + 8 * rank, 8) for rank in range(ranks)), (at + 4 + 8 * ranks, 4)]
         )
