@@ -1,4 +1,4 @@
-"""The Triton kernels that write and read the cache against their references; run by test_triton_cache."""
+"""The Triton kernels that write and read the cache against their references."""
 
 import itertools
 
@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from bough.kernels.attention import reference as attention
+from bough.kernels.attention import cpu as attention
 from bough.kernels.attention import triton_kernels as attention_kernel
+from bough.kernels.attention.reference import ordered_attention
 from bough.kernels.kv_cache import triton_kernels
 from bough.kernels.kv_cache.format import FORMATS, HeadPool
 from bough.kernels.kv_cache.reference import decode, encode, unpack
@@ -151,7 +152,7 @@ def test_a_row_has_the_bits_that_it_has_after_its_path_was_committed(
     assert step.ancestors is not None
     tree = (table[None], torch.tensor([length]), step.ancestors)
     found = attention_kernel.paged_attention(q, *pools, *tree, window=window)
-    close(found, attention.ordered_attention(q, *pools, *tree, window=window), TOLERANCE)
+    close(found, ordered_attention(q, *pools, *tree, window=window), TOLERANCE)
     for row, moved, position in roots(pools, table, length, step.ancestors[0]):
         own = (table[None], position, torch.ones(1, 1, dtype=torch.int64))
         alone = attention_kernel.paged_attention(q[:, row : row + 1], *moved, *own, window=window)

@@ -1,4 +1,4 @@
-"""The Triton kernels of int8 matmuls against their reference, in Triton's interpreter; for test_int8."""
+"""The Triton kernels of int8 matmuls against their reference, in Triton's interpreter."""
 
 import pytest
 import torch

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 from bough.bench.step import StepProbe
-from bough.bench.step_profile import by_kernel
 from bough.config import SpecConfig
 from bough.engine.engine import Engine
 from bough.gguf.quantise import quantise
@@ -38,6 +37,7 @@ from bough.spec.speculator import Speculator
 from bough.state.draft_ring import draft_buffers, mtp_buffers
 from bough.train.mtp_model import block_shapes
 from workshop.case import DRAFT, TARGET, case
+from workshop.kernel_times import by_kernel
 from workshop.report import Report
 
 ROWS, CONTEXT = 24, 256

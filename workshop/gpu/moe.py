@@ -22,7 +22,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from bough.bench.step import StepProbe, kernel_times, lines, measure_steps, read_bandwidth
+from bough.bench.step import StepProbe, lines, measure_steps, read_bandwidth
 from bough.config import DraftConfig, EngineConfig, SpecConfig
 from bough.engine.engine import Done, Request
 from bough.gguf.reader import GGUFFile
@@ -38,6 +38,7 @@ from workshop.case import case
 from workshop.gpu.stages import about_device
 from workshop.grow.grow import grow
 from workshop.grow.shape import preset
+from workshop.kernel_times import kernel_times
 from workshop.report import Report
 
 SIZES = (1, 8, 24)

@@ -102,21 +102,6 @@ def measure_steps(
     }
 
 
-@torch.inference_mode()
-def kernel_times(session: Session, rows: int, *, context: int = 256, steps: int = 4) -> dict[str, float]:
-    """Return milliseconds of a forward and its acceptance by kernel name, the longest first.
-
-    From a trace, which slows them; the time a kernel waits for its predecessor is not counted.
-    """
-    probe = StepProbe(session.engine, context, rounds=steps + 4)
-    try:
-        probe.times(rows, 1)
-        kernels = step_profile.by_kernel(probe.trace(rows, steps))
-    finally:
-        probe.close()
-    return {name[:70]: microseconds / 1000 / steps for name, microseconds in kernels.items()}
-
-
 def read_bandwidth(device: torch.device) -> float:
     """Return bytes a second that a plain sum reads from memory."""
     count = (1 << 30) if device.type == "cuda" else (1 << 25)

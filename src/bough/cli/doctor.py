@@ -28,6 +28,7 @@ LOW_DISK = 20 << 30  # a 27B model at four bits takes 17 GB
 BFLOAT16_CAPABILITY = (8, 0)
 BROKEN = 1
 GPU_KERNELS = "gpu kernel: "
+NAMED = 5  # of those that are broken, in the last line
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,8 @@ def verdict(checks: Sequence[Check]) -> str:
     broken = [check.name for check in checks if check.status == "fail"]
     warned = [check.name for check in checks if check.status == "warn"]
     if broken:
-        return f"{len(broken)} broken: {', '.join(broken)}"
+        more = f" and {len(broken) - NAMED} more" if len(broken) > NAMED else ""
+        return f"{len(broken)} broken: {', '.join(broken[:NAMED])}{more}"
     noted = f", with {len(warned)} warning{'s' * (len(warned) > 1)}: {', '.join(warned)}" if warned else ""
     if any(check.name == "gpu" and check.status == "warn" for check in checks):
         return f"The CPU works; the GPU was not tried{noted}."
@@ -254,15 +256,21 @@ def _gpu_kernels(device: Any) -> Iterator[Check]:
     from bough.cli import selftest
     from bough.kernels.check.run import check
 
+    hint = "the first start replaces it; `bough doctor --gpu` shows all; --device cpu avoids the GPU"
+    checks, reasons = [], set()
     for case in selftest.hot_cases(device):
         start = time.perf_counter()
         result, name = check(case), f"{GPU_KERNELS}{case.operation}, {case.variant}"
+        reasons.add(result.failure)
         if result.failure:
-            hint = "the first start replaces it; `bough doctor --gpu` shows all; --device cpu avoids the GPU"
-            yield Check(name, "fail", result.failure, hint)
+            checks.append(Check(name, "fail", result.failure, hint))
         else:
             elapsed = 1000 * (time.perf_counter() - start)
-            yield Check(name, "ok", f"relative error {result.error:.1e}, {elapsed:.0f} ms")
+            checks.append(Check(name, "ok", f"relative error {result.error:.1e}, {elapsed:.0f} ms"))
+    if len(reasons) == 1 and checks[0].status == "fail":
+        hint = "--device cpu avoids the GPU; please report this with the driver's version"
+        checks = [Check(f"{GPU_KERNELS}all of them", "fail", checks[0].detail, hint)]
+    yield from checks
 
 
 def caches() -> Iterator[Check]:

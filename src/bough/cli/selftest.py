@@ -13,7 +13,8 @@ from bough.hub.resolve import meaning, resolve
 from bough.kernels.attention import paged_attention
 from bough.kernels.check.cases import Case, cases_of
 from bough.kernels.check.shapes import COMMON
-from bough.kernels.delta_rule import chunk_delta, tree_delta, tree_order
+from bough.kernels.delta_rule import DeltaHeads, DeltaRows, chunk_delta, tree_delta, tree_order
+from bough.kernels.delta_rule.reference import recurrence
 from bough.kernels.kv_cache.format import FORMATS, HeadPool
 from bough.kernels.native import Library
 from bough.kernels.quant_matmul import quant_matmul
@@ -57,24 +58,19 @@ def delta_rule(device: torch.device) -> float:
     q, k = (_unit(torch.randn(1, tokens, key_heads, dim, generator=generator)) for _ in range(2))
     v = torch.randn(1, tokens, value_heads, dim, generator=generator)
     g = -torch.rand(1, tokens, value_heads, generator=generator)
-    beta = torch.rand(1, tokens, value_heads, generator=generator)
-    state = torch.zeros(value_heads, dim, dim)
-    wanted = []
-    for t in range(tokens):
-        keys, queries = (x[0, t].repeat(value_heads // key_heads, 1) for x in (k, q))
-        state = state * g[0, t].exp()[:, None, None]
-        write = beta[0, t][:, None] * (v[0, t] - (keys[:, None] @ state)[:, 0])
-        state = state + keys[:, :, None] * write[:, None]
-        wanted.append((queries[:, None] @ state)[:, 0])
-    inputs = [x.to(device) for x in (q, k, v, g, beta)]
-    split = tokens - 6
+    heads = DeltaHeads(q, k, v, g, torch.rand(1, tokens, value_heads, generator=generator))
+    state, expected = torch.zeros(value_heads, dim, dim), []
+    for token in range(tokens):
+        out, state = recurrence(heads, state, 0, [token])
+        expected.append(out)
+    split, inputs = tokens - 6, [x.to(device) for x in heads]
     empty = torch.zeros(1, value_heads, dim, dim, device=device)
-    head, middle = chunk_delta(*(x[:, :split] for x in inputs), empty)
+    head, middle = chunk_delta(DeltaHeads(*(x[:, :split] for x in inputs)), empty)
     none = torch.zeros(1, dtype=torch.int64, device=device)
     chain = (2 << torch.arange(tokens - split, device=device)[None]) - 1
-    rows = (x[:, split:].contiguous() for x in inputs)
-    tail = tree_delta(*rows, middle, slots=none, count=none, order=tree_order(chain))
-    return _error(torch.cat([head, tail], 1)[0], torch.stack(wanted))
+    rows = DeltaHeads(*(x[:, split:].contiguous() for x in inputs))
+    tail = tree_delta(rows, middle, DeltaRows(none, none, tree_order(chain)))
+    return _error(torch.cat([head, tail], 1)[0], torch.stack(expected))
 
 
 def attention(device: torch.device) -> float:

@@ -52,7 +52,8 @@ def check(options: SpeculationOptions) -> None:
     if not _is_plain(options):
         return
     cause = "--no-draft" if options.no_draft else "--draft none" if options.draft else "BOUGH_DRAFT=none"
-    for flag in [*_tree_flags(options), *_draft_flags(options)]:
+    trees = {"--chain": options.chain, "--budget": options.budget is not None}
+    for flag in [*(flag for flag, is_given in trees.items() if is_given), *_draft_flags(options)]:
         raise UsageError(f"{flag} and {cause} exclude each other: nothing is proposed")
 
 
@@ -141,11 +142,6 @@ def _without_draft(target: Chosen, screen: view.Screen) -> str:
 
 def _is_plain(options: SpeculationOptions) -> bool:
     return options.no_draft or (options.draft or environment().draft) == NONE
-
-
-def _tree_flags(options: SpeculationOptions) -> list[str]:
-    flags = {"--chain": options.chain, "--budget": options.budget is not None}
-    return [flag for flag, is_given in flags.items() if is_given]
 
 
 def _draft_flags(options: SpeculationOptions) -> list[str]:

@@ -4,7 +4,6 @@ With `pack` the result is packed for a matmul with tiles, on GPUs only: the CUDA
 rows, the Triton ones more rows and other cards.
 """
 
-from collections.abc import Sequence
 from typing import Literal, overload
 
 from torch import Tensor
@@ -13,7 +12,7 @@ from bough.kernels.norm_rope import reference
 from bough.kernels.norm_rope.reference import l2_norm, rope, rope_angles
 from bough.kernels.quant_matmul.partial_sums import PartialSums, RowScaled, Unfinished
 from bough.kernels.quant_matmul.rows import PackedRows
-from bough.kernels.runtime.backends import runs
+from bough.kernels.runtime.op import op
 
 __all__ = [
     "add_rms_norm",
@@ -119,33 +118,5 @@ def head_rope(
     return _of(x).head_rope(x, norm, eps, cos, sin, interleaved=interleaved)
 
 
-def cache_heads(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    norms: Sequence[Tensor | None],
-    eps: float,
-    cos: Tensor,
-    sin: Tensor,
-    **cache,
-) -> Tensor:
-    """See reference.cache_heads."""
-    if k.is_cuda:
-        from bough.kernels.kv_cache import triton_kernels
-
-        heads = triton_kernels.takes(cache["keys"]) and triton_kernels.takes(cache["values"])
-        if heads and runs("KV cache", "triton", k.device):
-            return triton_kernels.cache_heads(q, k, v, norms, eps, cos, sin, **cache)
-    return reference.cache_heads(q, k, v, norms, eps, cos, sin, **cache)
-
-
-def ring_heads(
-    k: Tensor, v: Tensor, norm: Tensor, eps: float, cos: Tensor, sin: Tensor, **ring_state: Tensor
-) -> None:
-    """See reference.ring_heads."""
-    if runs("draft ring", "triton", k.device):
-        from bough.kernels.norm_rope import ring
-
-        ring.ring_heads(k, v, norm, eps, cos, sin, **ring_state)
-    else:
-        reference.ring_heads(k, v, norm, eps, cos, sin, **ring_state)
+cache_heads = op(reference.cache_heads, "KV cache", triton=".kv_cache.triton_kernels")
+ring_heads = op(reference.ring_heads, "draft ring", triton="ring")

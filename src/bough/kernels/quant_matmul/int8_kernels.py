@@ -143,10 +143,10 @@ def tiles(capability: tuple[int, int] | None) -> dict[str, int]:
 
     Int32 and float32 sums of 128 x 128 are 128 registers of a thread with eight warps; 128 x 256 spills.
     """
-    chosen = {"BLOCK_M": 128, "BLOCK_N": 128, "BAND": 16, "num_stages": 3, "num_warps": 8}
+    sizes = {"BLOCK_M": 128, "BLOCK_N": 128, "BAND": 16, "num_stages": 3, "num_warps": 8}
     if capability is None:  # not of NVIDIA
-        return chosen | {"BLOCK_M": 64, "BLOCK_N": 64, "num_stages": 1, "num_warps": 4}
-    return chosen
+        return sizes | {"BLOCK_M": 64, "BLOCK_N": 64, "num_stages": 1, "num_warps": 4}
+    return sizes
 
 
 def quantise_rows(x: PackedRows, out: Int8Matrix) -> None:
@@ -174,10 +174,10 @@ def requantise(weight: PackedWeight, first: int, out: Int8Matrix) -> None:
 
 def matmul(x: Int8Matrix, weight: Int8Matrix, out: Tensor) -> None:
     """Write x [M, K] times weight [N, K], transposed, to out [M, N] float32."""
-    chosen = tiles(capability_of(out.device))
-    assert ROW_TILE % chosen["BLOCK_M"] == 0 and ROW_TILE % chosen["BLOCK_N"] == 0, chosen
-    blocks = triton.cdiv(x.rows, chosen["BLOCK_M"]) * triton.cdiv(weight.rows, chosen["BLOCK_N"])
+    sizes = tiles(capability_of(out.device))
+    assert ROW_TILE % sizes["BLOCK_M"] == 0 and ROW_TILE % sizes["BLOCK_N"] == 0, sizes
+    blocks = triton.cdiv(x.rows, sizes["BLOCK_M"]) * triton.cdiv(weight.rows, sizes["BLOCK_N"])
     _matmul_kernel[(blocks,)](
         x.codes, x.scales, weight.codes, weight.scales, out, x.rows, weight.rows,
-        x.scales.shape[1], weight.scales.shape[1], out.stride(0), K=x.columns, **chosen,
+        x.scales.shape[1], weight.scales.shape[1], out.stride(0), K=x.columns, **sizes,
     )  # fmt: skip
