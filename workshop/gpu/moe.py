@@ -96,7 +96,7 @@ def chosen_share(session: Session, rows: int) -> float:
     probe = StepProbe(session.engine, 64, rounds=4)
     try:
         with recorded_experts() as found:
-            session.engine.probe(probe._sequence, probe.comb(rows), draft=False)
+            session.engine.pipeline.probe(probe._sequence, probe.comb(rows), draft=False)
     finally:
         probe.close()
     return statistics.mean(len(each.unique()) for each in found) / experts.count
@@ -152,7 +152,7 @@ def synchronisations(report: Report, session: Session) -> None:
     probe = StepProbe(session.engine, 256, rounds=16)
 
     def step() -> None:
-        session.engine.probe(probe._sequence, probe.comb(ROWS), draft=False)
+        session.engine.pipeline.probe(probe._sequence, probe.comb(ROWS), draft=False)
 
     try:
         for _ in range(3):
@@ -224,7 +224,7 @@ def run(report: Report, folder: Path, host_layers: int, *, tiny: bool) -> None:
     report.log("loaded", seconds=round(time.perf_counter() - begin, 1), routed=session.plan.estimate.routed)
     shares = {rows: chosen_share(session, rows) for rows in SIZES}
     if report.device == "cuda":
-        report.check("captured", session.engine.capture())
+        report.check("captured", session.engine.warmup.capture())
     report.log("experts read", shares=shares)
     steps(report, session, shares, repeats=1 if tiny else 15)
     if isinstance(session.engine.target, Decoder) and report.device == "cuda":

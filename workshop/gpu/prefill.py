@@ -333,7 +333,7 @@ def prompt(report: Report, engine: Engine, tokens: int, way: Way, rate: float) -
     peak = torch.cuda.max_memory_allocated() - before
     seconds = statistics.median(found or [profiled])
     chunk = min(engine.prefill_chunk, tokens)
-    planned = prefill_bytes(spec, chunk, len(engine.drafter.taps), int8=way.int8)
+    planned = prefill_bytes(spec, chunk, len(engine.drafter.features.taps), int8=way.int8)
     report.log(
         "prefill",
         way=way.name,

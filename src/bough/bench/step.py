@@ -166,7 +166,7 @@ class StepProbe:
         samples: dict[str, list[float]] = defaultdict(list)
         for number in range(repeats + 2):
             begin = time.perf_counter()
-            step = self._engine.probe(self._sequence, self.comb(rows))
+            step = self._engine.pipeline.probe(self._sequence, self.comb(rows))
             whole = time.perf_counter() - begin
             if number >= 2:
                 samples["draft_ms"].append(step.draft_s)
@@ -188,7 +188,7 @@ class StepProbe:
         try:
             with torch.profiler.profile(activities=kernels, acc_events=True) as profile:
                 for _ in range(count):
-                    self._engine.probe(self._sequence, tree, draft=draft)
+                    self._engine.pipeline.probe(self._sequence, tree, draft=draft)
                 torch.cuda.synchronize()
             events = [each for each in profile.events() if each.device_type.name == "CUDA"]
         except RuntimeError as error:

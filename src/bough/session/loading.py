@@ -51,11 +51,11 @@ from bough.session.session import Session
 from bough.session.threads import checked_threads, torch_threads
 from bough.session.vectors import Vectors, vector_config
 from bough.spec.cost_file import CostFile
-from bough.spec.dflash import DraftModel
+from bough.spec.costs import StepCosts
+from bough.spec.draft_model import DraftModel
 from bough.spec.drafter import Drafter, NoDrafter
 from bough.spec.mixed import MixedModel
 from bough.spec.mtp import MTPModel
-from bough.spec.policy import StepCosts
 from bough.state.draft_ring import DEFAULT_CONTEXT
 from bough.text.template import ChatTemplate
 from bough.text.tokenizer import Tokenizer
@@ -135,8 +135,8 @@ def _loaded(
             engine = build_engine(config, plan, target, drafter, prefix_cache)
             vectors = None if vector_spec is None else Vectors(engine, file, vector_spec, tokenizer)
     if device.type == "cuda" and graphs and vectors is None:
-        engine.capture(warming)
-        times = engine.measure_steps()
+        engine.warmup.capture(warming)
+        times = engine.warmup.measure_steps()
         costs.fill({rows: each.verify_s for rows, each in times.items()}, _draft_seconds(drafter, times))
         phases.end("capturing")
     elif device.type == "cpu" and config.speculation is not None:
@@ -329,14 +329,14 @@ def _draft(config: DraftConfig, target: Target, plan: MemoryPlan) -> DFlashDraft
 def _measure(engine: Engine, costs: StepCosts, drafter: Drafter) -> None:
     """Measure on a CPU what earlier runs have not, so that it is not found out on the user's text."""
     if not {1, engine.max_rows} <= costs.step.keys():
-        costs.fill({rows: each.verify_cost for rows, each in engine.measure_steps().items()}, 0.0)
-    if drafter.taps and not costs.draft_call():
-        costs.fill({}, engine.measure_draft())
+        costs.fill({rows: each.verify_cost for rows, each in engine.warmup.measure_steps().items()}, 0.0)
+    if drafter.features.taps and not costs.draft_call():
+        costs.fill({}, engine.warmup.measure_draft())
 
 
 def _draft_seconds(drafter: Drafter, times: Mapping[int, StepTimes]) -> float:
     """Return what a draft call takes; 0 without a draft model."""
-    return min((each.draft_s for each in times.values()), default=0.0) if drafter.taps else 0.0
+    return min((each.draft_s for each in times.values()), default=0.0) if drafter.features.taps else 0.0
 
 
 def _computing(config: EngineConfig, plan: MemoryPlan, device: torch.device) -> str:

@@ -19,7 +19,7 @@ from bough.models.decoder import Target
 from bough.models.dflash import DFlashDraft
 from bough.models.draft_spec import DraftSpec, default_taps
 from bough.models.step import Step
-from bough.spec.policy import StepCosts
+from bough.spec.costs import StepCosts
 from bough.spec.shares import Shares
 from bough.state.draft_ring import draft_buffers
 from bough.state.sequences import CacheConfig, SequenceStates
