@@ -35,6 +35,7 @@ TAIL = """\
 |---|---|
 | `BOUGH_MODEL` | the model when none is named; also `DFLASH_TARGET` |
 | `BOUGH_DRAFT` | the draft when none is named; `none`: plain decoding; also `DFLASH_DRAFT` |
+| `BOUGH_KERNELS` | `triton` or `torch`: a GPU computes without CUDA C++, or with the least of both |
 | `HF_HOME`, `HF_HUB_CACHE` | where downloads are kept |
 | `HF_TOKEN` | for gated and private repositories |
 | `HF_HUB_OFFLINE` | like `--offline` |

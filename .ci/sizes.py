@@ -7,7 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 FILE = ROOT / ".ci" / "sizes.toml"
 SUFFIXES = {".py", ".c", ".cu", ".cuh", ".h"}
-ROOMS = ("benchmarks", "workshop")  # beside the package
+ROOMS = ("workshop",)  # beside the package
 ROW = re.compile(r"^(?P<name>\w+) = \{ limit = (?P<limit>\d+)", re.MULTILINE)
 
 

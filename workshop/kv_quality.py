@@ -20,6 +20,7 @@ from bough.session.loading import load_session
 from bough.session.session import Session
 from workshop.case import RESULTS, ROOT, TARGET, case
 from workshop.report import Report
+from workshop.steps import commit
 
 TEXTS = [ROOT / "src/bough" / name for name in ("engine/engine.py", "cli/view.py")] + [
     ROOT / "docs/server.md"
@@ -86,7 +87,7 @@ def log_probabilities(session: Session, text: str, count: int) -> Tensor:
             step = Step.tree(slots, rows[None], parents, states.buffers.lengths[slots])
             hidden = target.forward(step, states.buffers).hidden[0]
             found.append(target.logits(hidden).float().log_softmax(-1).cpu())
-            states.commit(step, torch.tensor([len(rows) - 1], device=target.device))
+            commit(states, step, torch.tensor([len(rows) - 1], device=target.device))
     finally:
         states.close(slot)
     return torch.cat(found)

@@ -24,8 +24,9 @@ from bough.kernels.tree.reference import accept_path
 from bough.session.loading import load_session
 from bough.session.requests import Finished, TextRequest
 from bough.session.session import Session
-from bough.spec.dflash import DraftReport
-from bough.spec.policy import Plan, RowPolicy, StepCosts
+from bough.spec.costs import StepCosts
+from bough.spec.draft_call import Ask, DraftCall, DraftReport
+from bough.spec.policy import Plan, RowPolicy
 from bough.spec.speculator import Speculator
 from bough.spec.tree import Tree
 from workshop.case import RESULTS, case
@@ -67,13 +68,22 @@ def record(session: Session, messages: list[Any], tokens: int) -> list[Step]:
         engine.step()
     found = []
     for index, anchor in enumerate(answer[:-1]):
-        report = engine.drafter.compared(sequence.slot, anchor, len(sequence.tokens) - 1)
-        engine.probe(sequence, Tree.root(anchor), draft=False)
+        call, report = compared(engine.drafter, sequence.slot, anchor, len(sequence.tokens) - 1)
+        engine.pipeline.probe(sequence, Tree.root(anchor), draft=False)
         following = answer[index + 1 :]
         found.append([followed(each, following) for each in (*report.alone, report)])
-        engine.drafter.learn_compared(report, following[: len(found[-1][-1][1])])
+        call.learn(report, following[: len(found[-1][-1][1])])
     engine.release(sequence)
     return found
+
+
+def compared(drafter: Speculator, slot: int, anchor: int, position: int) -> tuple[DraftCall, DraftReport]:
+    """Call all drafts; the report has the tree of all, and of each alone."""
+    text, call = drafter._texts[slot], drafter._draft_calls[len(drafter._mixes) - 1, True]
+    if len(text.lookup) == position:
+        text.lookup.append([anchor])
+    call([Ask(slot, anchor, *text.looked_up())])
+    return call, call.reports()[0]
 
 
 def followed(report: DraftReport, following: list[int]) -> tuple[list[float], list[int]]:

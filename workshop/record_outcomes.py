@@ -44,8 +44,8 @@ def record(session: Session, prompt: str) -> list[list[list[float]]]:
         engine.step()
     found = []
     for index, anchor in enumerate(answer[:-1]):
-        engine.probe(sequence, Tree.root(anchor))
-        report = engine.drafter.last_report()
+        engine.pipeline.probe(sequence, Tree.root(anchor))
+        report = engine.drafter._call.reports()[0]
         depths = [0]
         for parent in report.parents[1:]:
             depths.append(depths[parent] + 1)

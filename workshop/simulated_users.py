@@ -21,6 +21,7 @@ import numpy as np
 from bough.config import DraftConfig, EngineConfig
 from bough.engine import engine as engine_module
 from bough.engine.engine import Engine, Tokens
+from bough.engine.prompts import SHORT
 from bough.engine.runner import Accepted, EagerRunner, Forward, StepTimes, Verify
 from bough.engine.sequence import Request
 from bough.models.step import SIZES, padded_rows
@@ -28,7 +29,7 @@ from bough.session import building
 from bough.session.loading import load_session
 from bough.session.requests import TextRequest
 from bough.session.session import Session
-from bough.spec.policy import StepCosts
+from bough.spec.costs import StepCosts
 from tests.gpu.texts import embedded_pair
 from workshop.case import case
 from workshop.gpu.exact import GREEDY
@@ -72,9 +73,9 @@ class Clock:
         self._parts: Sequence[Verify] = ()
         self._engine, runner = engine, engine.runner
         self._verify, self._read_back, self._read = runner.verify, runner.read_back, runner.read
-        self._chunk = engine._forward_chunk
+        self._chunk = engine.prompts._forward_chunk
         runner.verify, runner.read_back, runner.read = self.verify, self.read_back, self.read  # ty: ignore
-        engine._forward_chunk = self.chunk  # ty: ignore[invalid-assignment]
+        engine.prompts._forward_chunk = self.chunk  # ty: ignore[invalid-assignment]
 
     def verify(self, parts: Sequence[Verify]) -> Forward:
         self._parts = parts
@@ -201,7 +202,7 @@ def main(
     for count in users:
         session = session_of(count, budget)
         engine = session.engine
-        engine.short = engine_module.SHORT
+        engine.prompts.short = SHORT
         learnt: StepCosts = engine.drafter._policy.costs  # ty: ignore[unresolved-attribute]
         learnt.step = {rows: costs.verify_s(1, rows) for rows in costs.forward}
         learnt.draft = {0: costs.draft_s(1)}

@@ -37,8 +37,9 @@ from bough.session.requests import (
     Vector,
     VectorOptions,
 )
+from bough.session.session import Session
 from bough.session.vector_prompts import shortened
-from bough.session.worker import EngineWorker, TextSession
+from bough.session.worker import EngineWorker
 from bough.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -187,7 +188,7 @@ class LLM:
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     @property
-    def session(self) -> TextSession:
+    def session(self) -> Session:
         """Return what the model was loaded into."""
         if self._closed:
             raise UsageError(f"the LLM {self.name} is closed", "make another one")
@@ -334,8 +335,9 @@ class LLM:
             job.cancel()
 
     def _run(self, request: TextRequest, prompt: Prompt | Messages, *, whole: bool = False) -> "Stream":
-        finish = partial(_answer, prompt=prompt, tokenizer=self.tokenizer)
-        return Stream(self._worker, self._loop, request, finish, whole=whole)
+        output = GeneratedOutput()
+        finish = partial(_answer, output, prompt, self.tokenizer)
+        return Stream(self._events(request, output, whole=whole), self._loop, output, finish)
 
     def _chat_request(
         self, messages: Messages, sampling: SamplingParams | None, options: ChatOptions
@@ -413,30 +415,21 @@ class Stream(Iterator[str]):
 
     def __init__(
         self,
-        worker: EngineWorker,
+        pieces: AsyncIterator[str],
         loop: asyncio.AbstractEventLoop,
-        request: TextRequest,
-        finish: Callable[[GeneratedOutput], Answer],
-        *,
-        whole: bool = False,
+        output: GeneratedOutput,
+        finish: Callable[[], Answer],
     ):
-        """`whole`: its pieces arrive together, at the end."""
-        self._output, self._finish, self._whole = GeneratedOutput(), finish, whole
+        """pieces: of the text, as they arrive in `output`, too; they are read in `loop`."""
+        self._output, self._finish = output, finish
         self._arrived: queue.SimpleQueue[str | BaseException | None] = queue.SimpleQueue()
         self._over = False
-        self._running = asyncio.run_coroutine_threadsafe(self._read(worker, request), loop)
+        self._running = asyncio.run_coroutine_threadsafe(self._read(pieces), loop)
 
-    async def _read(self, worker: EngineWorker, request: TextRequest) -> None:
+    async def _read(self, pieces: AsyncIterator[str]) -> None:
         try:
-            job = worker.submit(request)
-            try:
-                async for batch in job.batches(whole=self._whole):
-                    for _, event in batch:
-                        self._output.add(event)
-                        if isinstance(event, Text):
-                            self._arrived.put(event.text)
-            finally:
-                job.cancel()
+            async for piece in pieces:
+                self._arrived.put(piece)
         except Exception as error:
             self._arrived.put(error)
         else:
@@ -472,7 +465,7 @@ class Stream(Iterator[str]):
         except BaseException:
             self.close()
             raise
-        return self._finish(self._output)
+        return self._finish()
 
     def close(self) -> None:
         """End the generation."""

@@ -122,3 +122,15 @@ def test_answers_with_a_score_have_room():
     prompts = [SuitePrompt("a", "", [], score=score) for score in (None, lambda item, answer: True)]
     assert [measure.BenchSettings().limit(prompt) for prompt in prompts] == [256, 640]
     assert [measure.BenchSettings(n_gen=9).limit(prompt) for prompt in prompts] == [9, 9]
+
+
+def test_acceptance_beside_what_is_published():
+    """Of the card's draft; a draft that does not fit has far less, and is named."""
+    head, lines = a_head(), pair("humaneval/0", 50, 100)
+    assert report.published(head, lines)[1] == [] and report.mismatch(head) == ""
+    head["settings"] |= {"model": "qwen3.6-27b", "draft": "model.safetensors"}
+    source, table = report.published(head, lines)
+    assert "RTX 5090" in source and table == [["humaneval", "4.00", "7.12", "56%"]]
+    page = report.markdown(head | {"draft_problem": "mask_token_id is 1, 2 fits"}, lines)
+    assert "| humaneval | 4.00 | 7.12 | 56% |" in page
+    assert "**The draft does not fit**: mask_token_id is 1, 2 fits." in page

@@ -7,7 +7,8 @@ import pytest
 
 import bough
 from bough.bench.step import lines, part_lines
-from bough.bench.step_profile import GROUPS, LABELS, Span, by_kernel, exclusive_times, shares
+from bough.bench.step_profile import GROUPS, LABELS, Span, exclusive_times, shares
+from workshop.kernel_times import by_kernel
 
 # Kernels of prefill, or of a step's embedding and slot mapping, which have no group.
 ELSEWHERE = {

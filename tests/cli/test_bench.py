@@ -1,10 +1,12 @@
 """`bough bench` from the command line: the embedded pair, a tiny model, another server."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from bough.models.draft_spec import DraftSpec
 from tests.cli.chat_server import ChatServer, echo
 
 
@@ -60,6 +62,14 @@ def test_a_model_that_has_changed_is_measured_again(bough, here, tiny_model):
     path.write_bytes(content)
     again = last_line(bough(*command, "--resume"))["run"]["settings"]
     assert again["model"] == before["model"] and again["files"] != before["files"]
+
+
+def test_a_draft_that_does_not_fit_is_named(bough, here, monkeypatch):
+    whole = DraftSpec.from_gguf
+    monkeypatch.setattr(DraftSpec, "from_gguf", lambda *a, **k: replace(whole(*a, **k), mask_id=300))
+    result = bough("bench", "builtin", "--prompts", "3", "-n", "80")
+    assert last_line(result)["run"]["draft_problem"].startswith("mask_token_id is 300, 16383 fits")
+    assert "The draft does not fit: mask_token_id is 300" in " ".join(result.stderr.split())
 
 
 def test_single_steps(bough, here, tiny_model):

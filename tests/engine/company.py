@@ -88,16 +88,16 @@ class Machine:
     def begin(self, text: Text) -> tuple[int, int]:
         """Process a text's prompt; return its slot and its first token."""
         slot, device = self.states.open(), self.target.device
-        self.drafter.begin(slot)
+        self.drafter.open(slot)
         self.runner.begin(slot, [])
         self.runner.sampler.begin(slot, text.sampling, text.prompt, masked=text.masked)
         self.states.reserve(slot, len(text.prompt))
         slots = torch.tensor([slot], device=device)
         tokens = torch.tensor([text.prompt], device=device)
         step = Step.chunk(slots, tokens, self.states.buffers.lengths[slots])
-        output = self.target.forward(step, self.states.buffers, taps=self.drafter.taps)
+        output = self.target.forward(step, self.states.buffers, taps=self.drafter.features.taps)
         self.states.advance(step)
-        self.drafter.append(slot, text.prompt, output.features[0])
+        self.drafter.prefill(slot, text.prompt, output.features[0])
         logits = self.target.logits(output.hidden[0, -1:])
         self.runner.sampler.set_masks(0, self._masks(text, 1))
         return slot, int(self.runner.sampler.sample_first(logits, slot, len(text.prompt)))
@@ -125,7 +125,7 @@ def read(machine: Machine, text: Text, pieces: Sequence[int], beside: Sequence[T
     """Read a prompt in pieces by decode steps, beside trees of other texts; return all its logits."""
     states, others = machine.states, [(machine.begin(other), other) for other in beside]
     slot = states.open()
-    machine.drafter.begin(slot)
+    machine.drafter.open(slot)
     machine.runner.begin(slot)
     machine.runner.sampler.begin(slot, text.sampling, [], masked=False)
     done, found, at = 0, [], {own: 1 for (own, _), _ in others}

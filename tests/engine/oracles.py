@@ -1,10 +1,11 @@
 """Drafters that hold the answer, more or less, for tests of the loop around them."""
 
 import random
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from bough.spec.drafter import Constraint, NoDrafter, StepOutcome
+from bough.spec.drafter import NoDrafter, StepOutcome, Turn
 from bough.spec.prompt_lookup import PromptLookup
 from bough.spec.tree import Proposal, Tree, build_tree
 
@@ -35,17 +36,19 @@ class Oracle(NoDrafter):
         self._choose = random.Random(seed)
         self._lookup = PromptLookup() if lookup else None
 
-    def append(self, slot: int, tokens: list[int], features: torch.Tensor) -> None:
+    def prefill(self, slot: int, tokens: list[int], features: torch.Tensor | None) -> None:
         if self._lookup is not None:
             self._lookup.append(tokens)
 
-    def observe(self, slot: int, outcome: StepOutcome) -> None:
-        if self._lookup is not None:
-            self._lookup.append(outcome.tokens)
+    def observe(self, outcomes: Mapping[int, StepOutcome], prompts: Sequence[int] = ()) -> None:
+        for outcome in outcomes.values():
+            if self._lookup is not None:
+                self._lookup.append(outcome.tokens)
 
-    def propose(
-        self, slot: int, anchor: int, position: int, max_rows: int, constraint: Constraint | None = None
-    ) -> Tree:
+    def trees(self, turns: Sequence[Turn], prompts: Sequence[int] = ()) -> list[Tree]:
+        return [self._tree(turn.anchor, turn.position, turn.max_rows) for turn in turns]
+
+    def _tree(self, anchor: int, position: int, max_rows: int) -> Tree:
         future = self._answer[position - self._start + 1 :][:15]
         if not future or max_rows < 2:
             return Tree.root(anchor)
@@ -84,9 +87,10 @@ class RandomTrees(NoDrafter):
         self._rests = self._choose.random() < 0.7
         return self._rests
 
-    def propose(
-        self, slot: int, anchor: int, position: int, max_rows: int, constraint: Constraint | None = None
-    ) -> Tree:
+    def trees(self, turns: Sequence[Turn], prompts: Sequence[int] = ()) -> list[Tree]:
+        return [self._tree(turn.anchor, turn.position, turn.max_rows) for turn in turns]
+
+    def _tree(self, anchor: int, position: int, max_rows: int) -> Tree:
         assert not self._rests or max_rows == 1
         self.rested += self._rests
         self._rests = False

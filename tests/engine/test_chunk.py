@@ -98,7 +98,7 @@ def test_parked_between_layers(target: Decoder) -> None:
     for after in (50, 100):  # the last chunk's hidden state is kept, too
         sequence = begun(engine, LONG, after=after)
         with torch.inference_mode():
-            engine._park(sequence)
+            engine.paging.park(sequence)
         assert sequence.parked is not None and sequence.parked.state.length == after + 50
         assert tokens_of(run(engine, lambda: engine.idle), sequence) == expected
 
@@ -147,9 +147,9 @@ def test_a_chunk_that_fails_while_it_is_parked_ends_its_own_request(
     run(engine, lambda: second.chunk is not None)
     with monkeypatch.context() as patched:
         patched.setattr(Block, "__call__", lambda *_, **__: 1 / 0)
-        engine.working = [first]
+        engine.working[:] = [first]
         with pytest.raises(ZeroDivisionError), torch.inference_mode():
-            engine._park(second)
+            engine.paging.park(second)
     assert engine.working == [second]
     with pytest.raises(RuntimeError, match="failed before"):
         run(engine, lambda: engine.idle)

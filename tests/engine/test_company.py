@@ -15,9 +15,10 @@ from bough.models.decoder import Decoder, Target
 from bough.models.mtp import MTPBlock
 from bough.models.native import NativeDecoder
 from bough.models.step import DeltaBuffers
-from bough.spec.dflash import Ask, DFlashModel, DraftReport
+from bough.spec.costs import StepCosts
+from bough.spec.dflash import DFlashModel
+from bough.spec.draft_call import Ask, DraftReport
 from bough.spec.mtp import MTPModel
-from bough.spec.policy import StepCosts
 from bough.spec.speculator import Speculator
 from bough.spec.tree import Tree
 from bough.state.draft_ring import draft_buffers, mtp_buffers

@@ -1,6 +1,7 @@
 """The engine's loop on a tiny random model: what it delivers, where it ends, what it leaves behind."""
 
 from collections.abc import Callable
+from collections.abc import Sequence as Sequences
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from bough.gguf.reader import GGUFFile
 from bough.models.decoder import Decoder
 from bough.models.step import Step
 from bough.prefix_cache.cache import PrefixCacheConfig
-from bough.spec.drafter import Constraint, NoDrafter
+from bough.spec.drafter import NoDrafter, Turn
 from bough.spec.tree import Tree
 from bough.state.sequences import SequenceStates
 from tests.engine.driving import cut_after
@@ -52,9 +53,10 @@ class Oracle(NoDrafter):
         super().__init__()
         self._text, self._period, self._vocabulary = text, period, vocabulary
 
-    def propose(
-        self, slot: int, anchor: int, position: int, max_rows: int, constraint: Constraint | None = None
-    ) -> Tree:
+    def trees(self, turns: Sequences[Turn], prompts: Sequences[int] = ()) -> list[Tree]:
+        return [self._tree(turn.anchor, turn.position, turn.max_rows) for turn in turns]
+
+    def _tree(self, anchor: int, position: int, max_rows: int) -> Tree:
         tokens, parents, spine = [anchor], [-1], 0
         start = position - len(PROMPT) + 1
         for place in range(start, len(self._text)):
@@ -271,7 +273,7 @@ def test_short_prompts_by_decode_steps_give_the_text_of_chunks(target: Decoder, 
     expected, _ = run(Engine(target, max_ctx=512), prompt=prompt, max_tokens=20)
     oracle = Oracle(expected, 1000, target.spec.vocab_size)
     engine = Engine(target, max_ctx=512, drafter=oracle, max_rows=8, runner="graph", prefill_chunk=300)
-    engine.short, reads = 256, []
+    engine.prompts.short, reads = 256, []
     read = engine.runner.read
     engine.runner.read = lambda slot, tokens: (reads.append(len(tokens)), read(slot, tokens))[1]
     tokens, done = run(engine, prompt=prompt, max_tokens=20)

@@ -14,9 +14,9 @@ from bough.engine.sampler import SamplingParams
 from bough.errors import UsageError
 from bough.prefix_cache.cache import PrefixCacheConfig
 from bough.prefix_cache.files import SnapshotFiles
-from bough.spec.dflash import Ask
+from bough.spec.costs import StepCosts
+from bough.spec.draft_call import Ask
 from bough.spec.mixed import MixedModel
-from bough.spec.policy import StepCosts
 from bough.spec.speculator import Speculator
 from tests.engine.driving import cut_after
 from tests.engine.driving import run as drive_to_end

@@ -13,8 +13,8 @@ from bough.engine.engine import Done, Engine, Request, Tokens
 from bough.engine.sampler import SamplingParams
 from bough.gguf.reader import GGUFFile
 from bough.models.decoder import Decoder
+from bough.spec.costs import StepCosts
 from bough.spec.drafter import Drafter
-from bough.spec.policy import StepCosts
 from bough.spec.speculator import Speculator
 from tests.engine.oracles import Oracle, RandomTrees
 

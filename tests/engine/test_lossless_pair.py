@@ -9,7 +9,7 @@ from bough.config import SpecConfig
 from bough.engine.engine import Done, Engine, Request, Tokens
 from bough.engine.sampler import SamplingParams
 from bough.session.requests import TextRequest
-from bough.spec.policy import StepCosts
+from bough.spec.costs import StepCosts
 from bough.spec.speculator import Speculator
 from tests.engine.oracles import RandomTrees
 from tests.engine.test_embedded_pair import session

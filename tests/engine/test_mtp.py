@@ -20,8 +20,8 @@ from bough.models.mtp import MTPBlock
 from bough.prefix_cache.cache import PrefixCacheConfig
 from bough.prefix_cache.files import SnapshotFiles
 from bough.session.loading import load_session
+from bough.spec.costs import StepCosts
 from bough.spec.mtp import STEPS, MTPModel
-from bough.spec.policy import StepCosts
 from bough.spec.speculator import Speculator
 from bough.state.draft_ring import mtp_buffers
 from tests.engine.driving import cut_after

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bough.engine.engine import feature_rows
+from bough.engine.prompts import feature_rows
 from bough.gguf.reader import GGUFFile
 from bough.kernels.attention import prefill as attention
 from bough.kernels.quant_matmul import packed

@@ -5,8 +5,8 @@ import pytest
 from bough.config import SpecConfig
 from bough.engine.engine import Engine
 from bough.session.requests import TextRequest
+from bough.spec.costs import StepCosts
 from bough.spec.dflash import DFlashModel
-from bough.spec.policy import StepCosts
 from bough.spec.speculator import Speculator
 from bough.state.draft_ring import draft_buffers
 from tests.engine.test_embedded_pair import SAMPLINGS, session
@@ -24,9 +24,9 @@ def test_a_request_after_a_rehearsal_is_as_without_one(sampling: str) -> None:
         drafter = Speculator(DFlashModel(draft, target, rings), SpecConfig(adaptive=False), costs)
         engine = Engine(target, max_ctx=512, drafter=drafter, max_rows=23, runner="graph")
         if rehearsed:
-            engine.rehearse()
+            engine.warmup.rehearse()
             assert costs == StepCosts() and engine.states.free_slots == 1
-            times = engine.measure_steps()
+            times = engine.warmup.measure_steps()
             assert list(times) == [1, 8, 16, 23]
             assert all(each.draft_s > 0 and each.verify_s > 0 for each in times.values())
         found = events(engine, prompt, SAMPLINGS[sampling], max_tokens=40)
@@ -41,7 +41,7 @@ def test_steps_are_measured_on_a_slot_of_their_own() -> None:
     engine = Engine(target, max_ctx=256, slots=3, runner="graph")
     for slot in (0, 1, 2):
         before = engine.states.buffers.lengths.clone()
-        assert engine.measure_steps()
+        assert engine.warmup.measure_steps()
         changed = (engine.states.buffers.lengths != before).nonzero().flatten().tolist()
         assert changed == [slot]
 

@@ -21,9 +21,9 @@ from bough.prefix_cache.cache import PrefixCacheConfig
 from bough.prefix_cache.files import SnapshotFiles
 from bough.session.constraint import ConstraintSpec, TokenConstraint
 from bough.session.requests import TextRequest
+from bough.spec.costs import StepCosts
 from bough.spec.dflash import DFlashModel
 from bough.spec.drafter import Drafter
-from bough.spec.policy import StepCosts
 from bough.spec.speculator import Speculator
 from bough.state.draft_ring import draft_buffers
 from tests.engine.driving import cut_after, drive

@@ -16,6 +16,7 @@ from bough.models.step import AttentionBuffers, DeltaBuffers, Step
 from bough.state.sequences import PAGE, SequenceStates
 from tests.engine.driving import cut_after, drive
 from tests.engine.oracles import Oracle
+from workshop.steps import commit
 
 PROMPT = [72, 101, 108, 108, 111]
 WARM = SamplingParams(temperature=1.0, seed=8)
@@ -58,7 +59,7 @@ def contents(states: SequenceStates, slot: int, target: Decoder) -> list[torch.T
     lengths = states.buffers.lengths[slots]
     step = Step.tree(slots, torch.zeros(1, 1, dtype=torch.int64), torch.tensor([[-1]]), lengths)
     target.forward(step, states.buffers)
-    states.commit(step, torch.tensor([-1]))
+    commit(states, step, torch.tensor([-1]))
     length, table = states.lengths[slot], states.buffers.page_table[slot]
     found = []
     for layer in states.buffers.layers:

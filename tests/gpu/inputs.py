@@ -7,24 +7,25 @@ import torch
 from torch import Tensor
 
 from bough.gguf.types import QuantType
+from bough.kernels.attention import cpu as attention_cpu
 from bough.kernels.attention import paged_attention
 from bough.kernels.attention import prefill as chunk_attention
-from bough.kernels.attention import reference as attention_reference
+from bough.kernels.causal_conv import ConvRows, ConvWeights, DeltaBuffers, DeltaHeads
 from bough.kernels.causal_conv import chunk as chunk_conv
 from bough.kernels.causal_conv import cuda as conv_cuda
 from bough.kernels.causal_conv import reference as conv_reference
 from bough.kernels.causal_conv import triton_kernels as conv_triton
 from bough.kernels.check import inputs
 from bough.kernels.check.inputs import TreeRows
+from bough.kernels.delta_rule import DeltaRows, fold_path
 from bough.kernels.delta_rule import chunk as chunk_delta
+from bough.kernels.delta_rule import cpu as delta_cpu
 from bough.kernels.delta_rule import cuda as delta_cuda
-from bough.kernels.delta_rule import fold_path
-from bough.kernels.delta_rule import reference as delta_reference
 from bough.kernels.delta_rule import triton_kernels as delta_triton
 from bough.kernels.kv_cache.format import FORMATS, HeadPool
-from bough.kernels.kv_cache.reference import encode
-from bough.kernels.kv_cache.rotation import rotate
 from bough.kernels.runtime.device import usable
+from tests.kernels.delta_layer import copied
+from tests.kernels.pools import filled
 
 # A CPU serves only to try the inputs themselves: the tests skip there.
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -90,44 +91,28 @@ class DeltaLayers:
         self.tree_gates = torch.rand(layers, batch, saved, 2, VALUE_HEADS, device=DEVICE)
         self.tree_gates[:, :, :, 0] *= -3
         self.inputs = normal(layers, batch, rows, CHANNELS + VALUE_HEADS * DELTA_DIM + 2 * VALUE_HEADS)
-        self.weights = normal(CHANNELS, TAPS), -torch.rand(VALUE_HEADS, device=DEVICE), normal(VALUE_HEADS)
+        decay, bias = -torch.rand(VALUE_HEADS, device=DEVICE), normal(VALUE_HEADS)
+        self.weights = ConvWeights(normal(CHANNELS, TAPS), decay, bias, KEY_HEADS)
         self.norm = normal(DELTA_DIM)
         paths = [torch.randperm(saved, device=DEVICE).sort().values for _ in range(batch)]
-        self.path = torch.stack(paths)
         self.count = torch.full((batch,), count, device=DEVICE)
         self.index = conv_triton.conv_index(self.tree.parents, TAPS, self.count, saved)
-        self.order = delta_triton.tree_order(self.tree.ancestors)
+        self.conv_rows = ConvRows(self.slots, torch.stack(paths), self.count, self.index)
+        self.delta_rows = DeltaRows(self.slots, self.count, delta_triton.tree_order(self.tree.ancestors))
 
     def projections(self, layer: int) -> tuple[Tensor, ...]:
         """Return the convolution's inputs, the output gate, beta and alpha."""
         sizes = [CHANNELS, VALUE_HEADS * DELTA_DIM, VALUE_HEADS, VALUE_HEADS]
         return self.inputs[layer].split(sizes, -1)
 
-    def conv(self, layer: int = 0, implementation: ModuleType = CONV_KERNELS) -> tuple[Tensor, ...]:
+    def conv(self, layer: int = 0, implementation: ModuleType = CONV_KERNELS) -> DeltaHeads:
         inputs, _, beta, alpha = self.projections(layer)
-        return implementation.tree_conv(
-            inputs,
-            alpha,
-            beta,
-            *self.weights,
-            window=self.window[layer],
-            tree_inputs=self.tree_inputs[layer],
-            tree_gates=self.tree_gates[layer],
-            slots=self.slots,
-            path=self.path,
-            count=self.count,
-            index=self.index,
-            key_heads=KEY_HEADS,
-        )
+        parts = (self.state, self.window, self.tree_inputs, self.tree_gates)
+        buffers = DeltaBuffers(*(part[layer] for part in parts))
+        return implementation.tree_conv(inputs, alpha, beta, self.weights, buffers, self.conv_rows)
 
-    @property
-    def rows_of_step(self) -> dict[str, Tensor]:
-        return {"slots": self.slots, "count": self.count, "order": self.order}
-
-    def delta(
-        self, layer: int, heads: tuple[Tensor, ...], implementation: ModuleType = DELTA_KERNELS
-    ) -> Tensor:
-        return implementation.tree_delta(*heads, self.state[layer], **self.rows_of_step)
+    def delta(self, layer: int, heads: DeltaHeads, implementation: ModuleType = DELTA_KERNELS) -> Tensor:
+        return implementation.tree_delta(heads, self.state[layer], self.delta_rows)
 
     @property
     def buffers(self) -> tuple[Tensor, ...]:
@@ -153,61 +138,45 @@ class DeltaChunk:
 
         wide = normal(1, tokens, channels + 2 * value_heads + 6)
         self.rows = wide.split([channels, value_heads, value_heads, 6], -1)[:3]
-        self.weights = normal(channels, TAPS), -torch.rand(value_heads, device=DEVICE), normal(value_heads)
-        self.state = normal(2, value_heads, dim, dim)
-        self.window, self.tree_inputs = normal(2, TAPS - 1, channels), normal(2, saved, channels)
-        self.tree_gates = torch.rand(2, saved, 2, value_heads, device=DEVICE)
-        self.tree_gates[:, :, 0] *= -1
-        self.slots = torch.tensor([1], device=DEVICE)
-        self.pending = {
-            "slots": self.slots,
-            "path": torch.randperm(saved, device=DEVICE).sort().values[None],
-            "count": torch.tensor([count], device=DEVICE),
-            "key_heads": key_heads,
-        }
+        decay, bias = -torch.rand(value_heads, device=DEVICE), normal(value_heads)
+        self.weights = ConvWeights(normal(channels, TAPS), decay, bias, key_heads)
+        state, window, tree_inputs = (
+            normal(2, value_heads, dim, dim),
+            normal(2, TAPS - 1, channels),
+            normal(2, saved, channels),
+        )
+        tree_gates = torch.rand(2, saved, 2, value_heads, device=DEVICE)
+        tree_gates[:, :, 0] *= -1
+        self.buffers = DeltaBuffers(state, window, tree_inputs, tree_gates)
+        self.slots, path = torch.tensor([1], device=DEVICE), torch.randperm(saved, device=DEVICE)
         no_rows = torch.empty(1, 0, dtype=torch.int64, device=DEVICE)
-        self.index = conv_reference.conv_index(no_rows, TAPS, self.pending["count"], saved)
+        taken = torch.tensor([count], device=DEVICE)
+        index = conv_reference.conv_index(no_rows, TAPS, taken, saved)
+        self.pending = ConvRows(self.slots, path.sort().values[None], taken, index)
 
-    def heads(self) -> tuple[Tensor, ...]:
-        buffers = {"window": self.window, "tree_inputs": self.tree_inputs}
-        return chunk_conv.chunk_heads(*self.rows, *self.weights, **buffers, **self.pending)
+    def heads(self) -> DeltaHeads:
+        return chunk_conv.chunk_heads(*self.rows, self.weights, self.buffers, self.pending)
 
     def fold(self) -> None:
-        buffers = {"window": self.window, "tree_inputs": self.tree_inputs, "tree_gates": self.tree_gates}
-        fold_path(self.state, self.weights[0], index=self.index, **buffers, **self.pending)
+        fold_path(self.weights, self.buffers, self.pending)
 
     def run(self, *, reference: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Return the outputs, the state and the convolution's window after the chunk; change no buffer."""
-        state, window = self.state.clone(), self.window.clone()
-        buffers = {"window": window, "tree_inputs": self.tree_inputs}
-        delta, conv = (delta_reference, conv_reference) if reference else (chunk_delta, chunk_conv)
+        buffers = copied(self.buffers)
+        delta, conv = (delta_cpu, conv_reference) if reference else (chunk_delta, chunk_conv)
         if reference:
-            self._fold_reference(state)
+            self._fold_reference(buffers.state)
         else:
-            saved = {**buffers, "tree_gates": self.tree_gates, "index": self.index}
-            fold_path(state, self.weights[0], **saved, **self.pending)
-        heads = conv.chunk_heads(*self.rows, *self.weights, **buffers, **self.pending)
-        return delta.slot_delta(*heads, state, slots=self.slots), state, window
+            fold_path(self.weights, buffers, self.pending)
+        heads = conv.chunk_heads(*self.rows, self.weights, buffers, self.pending)
+        return delta.slot_delta(heads, buffers.state, self.slots), buffers.state, buffers.window
 
     def _fold_reference(self, state: Tensor) -> None:
-        tables = {**self.pending, "index": self.index, "tree_gates": self.tree_gates.clone()}
-        buffers = {"window": self.window.clone(), "tree_inputs": self.tree_inputs.clone()}
-        none = torch.empty(1, 0, self.window.shape[-1], device=DEVICE)
+        none = torch.empty(1, 0, self.buffers.window.shape[-1], device=DEVICE)
         gates = torch.empty(1, 0, state.shape[1], device=DEVICE)
-        _, *rows = conv_reference.tree_conv(none, gates, gates, *self.weights, **buffers, **tables)
+        heads = conv_reference.tree_conv(none, gates, gates, self.weights, copied(self.buffers), self.pending)
         order = torch.empty(1, 0, dtype=torch.int32)
-        where = {"slots": self.slots, "count": tables["count"], "order": order}
-        delta_reference.tree_delta(rows[0][:, :0], *rows, state, **where)
-
-
-def encoded_pool(format: str, shape: tuple[int, ...], dim: int) -> HeadPool:
-    """Return a pool whose rows are random vectors, stored as the cache stores them."""
-    pool = HeadPool.empty(FORMATS[format], shape, dim, DEVICE)
-    rows = torch.randn(*shape, dim, device=DEVICE)
-    parts = encode(rotate(rows), pool.format) if pool.format.quantised else (rows,)
-    for plane, part in zip(pool.planes, parts, strict=True):
-        plane.copy_(part)
-    return pool
+        delta_cpu.tree_delta(heads, state, DeltaRows(self.slots, self.pending.count, order))
 
 
 def noise_pool(format: str, shape: tuple[int, ...], dim: int) -> HeadPool:
@@ -242,7 +211,9 @@ class PagedStep:
         self.q = torch.randn(batch, rows, query_heads, dim, device=DEVICE)
         self.gate = torch.randn(batch, rows, query_heads, 2 * dim, device=DEVICE)[..., dim:]
         self.pools = [
-            encoded_pool(name, shape, dim) if layers is None else noise_pool(name, (layers, *shape), dim)
+            filled(name, shape, dim, device=DEVICE)
+            if layers is None
+            else noise_pool(name, (layers, *shape), dim)
             for name in formats
         ]
         self.page_table = torch.randperm(batch * pages, device=DEVICE).view(batch, pages)
@@ -261,7 +232,7 @@ class PagedStep:
 
     def reference(self) -> Tensor:
         """Return the attention in float64."""
-        return attention_reference.paged_attention(
+        return attention_cpu.paged_attention(
             self.q.double(), *self.pools, *self.mapping, window=self.window, gate=self.gate.double()
         )
 
@@ -273,8 +244,9 @@ class AttentionChunk:
         query_heads, kv_heads, dim = heads
         pages = -(-(rows + length) // PAGE)
         table = torch.randperm(pages + 3, device=DEVICE)[None, : pages + 1].contiguous()
-        used = table[0, :pages]
-        pools = [_pool_with_nan(format, pages + 3, kv_heads, dim, used) for format in formats]
+        used = torch.isin(torch.arange(pages + 3, device=DEVICE), table[0, :pages])
+        shape = (pages + 3, kv_heads, PAGE)
+        pools = [filled(format, shape, dim, used, device=DEVICE) for format in formats]
         self.q = torch.randn(1, rows, query_heads, dim, device=DEVICE)
         self.gate = torch.randn(1, rows, query_heads, 2 * dim, device=DEVICE)[..., dim:]
         self.cache = (*pools, table, torch.tensor([length], device=DEVICE))
@@ -284,16 +256,4 @@ class AttentionChunk:
         return chunk_attention.chunk_attention(self.q, *self.cache, span=self.span, gate=self.gate)
 
     def reference(self) -> Tensor:
-        return attention_reference.paged_attention(self.q, *self.cache, None, gate=self.gate)
-
-
-def _pool_with_nan(format: str, pages: int, kv_heads: int, dim: int, used: Tensor) -> HeadPool:
-    pool = HeadPool.empty(FORMATS[format], (pages, kv_heads, PAGE), dim, DEVICE)
-    rows = torch.randn(len(used), kv_heads, PAGE, dim, device=DEVICE)
-    if pool.scales is None:
-        pool.codes.fill_(torch.nan)
-        pool.codes[used] = rows.to(pool.codes.dtype)
-        return pool
-    pool.scales.fill_(torch.nan)
-    pool.codes[used], pool.scales[used] = encode(rotate(rows), pool.format)
-    return pool
+        return attention_cpu.paged_attention(self.q, *self.cache, None, gate=self.gate)

@@ -7,9 +7,9 @@ from types import ModuleType
 import pytest
 import torch
 
+from bough.kernels.attention import cpu as attention_cpu
 from bough.kernels.attention import cuda as attention_cuda
 from bough.kernels.attention import paged_attention, prefill
-from bough.kernels.attention import reference as attention_reference
 from bough.kernels.attention import triton_kernels as attention_triton
 from bough.kernels.kv_cache import triton_kernels as cache_kernel
 from bough.kernels.norm_rope import rope_angles
@@ -315,5 +315,5 @@ def test_draft_block_attention_matches_the_reference(
     arguments = (q, k, v, positions, keys, values, slots, lengths, starts)
     with nan_filled_memory():
         found = attention_triton.block_attention(*arguments, window=window, causal=causal)
-    expected = attention_reference.block_attention(*arguments, window=window, causal=causal)
+    expected = attention_cpu.block_attention(*arguments, window=window, causal=causal)
     assert_close(found, expected, tolerance=2e-3)

@@ -11,8 +11,9 @@ from bough.kernels.kv_cache.format import FORMATS
 from bough.models.decoder import Target
 from bough.models.dflash import DFlashDraft
 from bough.session.session import Session
-from bough.spec.dflash import Ask, DFlashModel
-from bough.spec.policy import StepCosts
+from bough.spec.costs import StepCosts
+from bough.spec.dflash import DFlashModel
+from bough.spec.draft_call import Ask
 from bough.spec.speculator import Speculator
 from bough.state.draft_ring import draft_buffers
 from bough.state.sequences import CacheConfig
@@ -48,7 +49,7 @@ def machine(
     made = company.Machine(target, slots=slots, **options)
     if graphs:
         slot = made.states.open()
-        drafter.begin(slot)
+        drafter.open(slot)
         made.states.reserve(slot, 192)
         assert made.runner.capture()
         made.states.close(slot)
@@ -156,12 +157,12 @@ def test_short_pieces_of_a_prompt(session: Session) -> None:
     answers = []
     for pieces in ((24, 20), (1,) * 44):
         slot, done = made.states.open(), 0
-        made.drafter.begin(slot)
+        made.drafter.open(slot)
         made.runner.sampler.begin(slot, text.sampling, text.prompt, masked=False)
         for size in pieces:
             made.states.reserve(slot, made.runner.step_rows(size))
             forward = made.runner.read(slot, text.prompt[done : done + size])
-            made.drafter.append(slot, text.prompt[done : done + size], forward.features[:size])
+            made.drafter.prefill(slot, text.prompt[done : done + size], forward.features[:size])
             done += size
         token = int(made.runner.sampler.sample_first(forward.logits[size - 1 : size], slot, done))
         answers.append(company.answered(made, slot, token, text, 12))

@@ -13,6 +13,7 @@ from bough.models.step import Step
 from bough.state.sequences import SequenceStates
 from tests.gpu.inputs import DEVICE, random_trees
 from tests.gpu.numerics import assert_close
+from workshop.steps import commit
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("inference_mode")]
 
@@ -39,7 +40,7 @@ def logits_of(path: Path, device: torch.device) -> Tensor:
             parents = random_trees(ROWS, seed=turn, device=device).parents
             step = Step.tree(slots, tokens, parents, lengths)
             found.append(model.verify(step, states.buffers)[1].cpu())
-            states.commit(step, last)
+            commit(states, step, last)
     return torch.cat(found)
 
 

@@ -11,10 +11,12 @@ from torch import Tensor
 from bough.kernels.causal_conv import cuda as conv_cuda
 from bough.kernels.causal_conv import reference as conv_reference
 from bough.kernels.causal_conv import triton_kernels as conv_triton
+from bough.kernels.delta_rule import DeltaHeads, DeltaRows
 from bough.kernels.delta_rule import chunk as delta_chunk
+from bough.kernels.delta_rule import cpu as delta_cpu
 from bough.kernels.delta_rule import cuda as delta_cuda
-from bough.kernels.delta_rule import reference as delta_reference
 from bough.kernels.delta_rule import triton_kernels as delta_triton
+from bough.kernels.runtime.device import capability_of
 from tests.gpu.card import needs_cuda_kernels
 from tests.gpu.inputs import (
     DELTA_DIM,
@@ -43,7 +45,7 @@ SIZES = (
 CASES = [pytest.param("cuda", *size, marks=needs_cuda_kernels) for size in SIZES]
 CASES += [("triton", *size) for size in SIZES[2:6:3]]
 needs_chunk_kernels = pytest.mark.skipif(
-    not delta_chunk.takes(torch.empty(1, 1, DELTA_DIM, DELTA_DIM, device=DEVICE)),
+    DEVICE.type == "cuda" and (capability_of(DEVICE) or (0, 0)) < (8, 0),
     reason="this card computes prompt chunks by torch operations",
 )
 
@@ -62,8 +64,8 @@ def test_tree_step_matches_the_reference(
     expected = layer.conv(0, conv_reference)
     expected_buffers = layer.saved_buffers()
     state = layer.state[0].double()
-    expected_out = delta_reference.tree_delta(
-        *(part.double() for part in expected), state, **layer.rows_of_step
+    expected_out = delta_cpu.tree_delta(
+        DeltaHeads(*(part.double() for part in expected)), state, layer.delta_rows
     )
     layer.restore(before)
     with nan_filled_memory():
@@ -117,9 +119,9 @@ class TreeHeads:
             for part in inputs:
                 part[begin + count : begin + self.room] = torch.nan
         order = delta_triton.tree_order(self.ancestors, self.first)
-        tables = {"slots": self.slots, "count": self.count, "order": order, "first": self.first}
+        rows = DeltaRows(self.slots, self.count, order, self.first)
         with nan_filled_memory():
-            return implementation.tree_delta(self.q, *inputs, state, **tables), state
+            return implementation.tree_delta(DeltaHeads(self.q, *inputs), state, rows), state
 
     def roots(self, item: int, implementation: ModuleType = DELTA_KERNELS) -> Tensor:
         """Return the outputs of one sequence's rows, each as the root after its path was committed.
@@ -142,8 +144,8 @@ class TreeHeads:
         count = torch.tensor([len(path) for path in paths], device=DEVICE)
         order = delta_triton.tree_order(torch.ones_like(numbers)[:, None])
         q = self.q[self.bounds[item] : self.bounds[item + 1], None].contiguous()
-        out = implementation.tree_delta(q, *inputs, state, slots=numbers, count=count, order=order)
-        return out[:, 0]
+        heads = DeltaHeads(q, *inputs)
+        return implementation.tree_delta(heads, state, DeltaRows(numbers, count, order))[:, 0]
 
 
 def _unit(*shape: int) -> Tensor:
@@ -184,18 +186,18 @@ def test_a_row_is_the_root_after_its_path_was_committed(
 ) -> None:
     """Bit for bit, whatever tree, other sequences and number of rows; and close to the reference."""
     heads = TreeHeads(sizes, shape, seed=seed)
-    if not DELTA_KERNELS.takes(heads.state):
+    inputs, rows = DeltaHeads(heads.q, *heads.inputs), DeltaRows(heads.slots, heads.count, heads.first)
+    if not DELTA_KERNELS.takes_tree_delta(inputs, heads.state, rows):
         pytest.skip(f"this card computes heads of {shape[2]} by torch operations")
-    order = delta_reference.tree_order(heads.ancestors.cpu(), heads.first.cpu())
+    order = delta_cpu.tree_order(heads.ancestors.cpu(), heads.first.cpu())
     assert_same_bits(delta_triton.tree_order(heads.ancestors, heads.first).cpu(), order, "order")
     out, state = heads.run()
     for item, (begin, end) in enumerate(pairwise(heads.bounds)):
         if end > begin:
             assert_same_bits(out[begin:end], heads.roots(item), f"sequence {item}")
     expected_state = heads.state.double()
-    tables = {"slots": heads.slots, "count": heads.count, "order": order, "first": heads.first}
-    inputs = [part.double() for part in (heads.q, *heads.inputs)]
-    expected = delta_reference.tree_delta(*inputs, expected_state, **tables)
+    rows = DeltaRows(heads.slots, heads.count, order, heads.first)
+    expected = delta_cpu.tree_delta(DeltaHeads(*(part.double() for part in inputs)), expected_state, rows)
     assert_close(out, expected, tolerance=DELTA, name="output")
     assert_close(state, expected_state, tolerance=DELTA, name="state")
 
@@ -273,12 +275,12 @@ def test_a_chunk_is_causal_and_may_be_cut_in_two() -> None:
     """
     torch.manual_seed(1)
     chunk = DeltaChunk((KEY_HEADS, VALUE_HEADS, DELTA_DIM), 150, 0)
-    heads, states = chunk.heads(), [chunk.state.clone(), chunk.state.clone()]
-    whole = delta_chunk.slot_delta(*(part.clone() for part in heads), states[0], slots=chunk.slots)
+    heads, states = chunk.heads(), [chunk.buffers.state.clone(), chunk.buffers.state.clone()]
+    whole = delta_chunk.slot_delta(DeltaHeads(*(part.clone() for part in heads)), states[0], chunk.slots)
     pieces = []
     for rows in (slice(0, 77), slice(77, None)):
-        piece = [part[:, rows].clone(memory_format=torch.contiguous_format) for part in heads]
-        pieces.append(delta_chunk.slot_delta(*piece, states[1], slots=chunk.slots))
+        piece = DeltaHeads(*(part[:, rows].clone(memory_format=torch.contiguous_format) for part in heads))
+        pieces.append(delta_chunk.slot_delta(piece, states[1], chunk.slots))
     assert_close(pieces[0], whole[:, :77], tolerance=1e-4, name="rows before the cut")
     assert_close(pieces[1], whole[:, 77:], tolerance=CHUNK, name="rows after the cut")
     assert_close(states[1], states[0], tolerance=CHUNK, name="state")

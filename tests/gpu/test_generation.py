@@ -29,7 +29,7 @@ def test_many_at_once_are_those_of_one_at_a_time() -> None:
     }
     assert found.keys() == set(range(140))
     alone = Engine(target.decoder, max_ctx=1024)
-    assert alone.capture()
+    assert alone.warmup.capture()
     for index in (*range(14), 139):
         request = Request(asked[index].prompt, TOKENS, asked[index].sampling, stop_ids)
         events = alone.generate(request)
@@ -40,8 +40,8 @@ def test_many_at_once_are_those_of_one_at_a_time() -> None:
 def test_pieces_of_a_prompt_do_not_wait_for_each_other() -> None:
     """32 steps are launched one after the other; the bits are those of steps that wait."""
     engine = Engine(load_target(embedded_pair()[0], device="cuda").decoder, max_ctx=1024)
-    assert engine.capture()
-    first_token, read_piece, found = engine._first_token, engine._read_piece, []
+    assert engine.warmup.capture()
+    first_token, read_piece, found = engine.prompts._first_token, engine.prompts.read_piece, []
 
     def noted(sequence: Sequence, logits: Tensor) -> list[Event]:
         found.append(logits.clone())
@@ -52,9 +52,9 @@ def test_pieces_of_a_prompt_do_not_wait_for_each_other() -> None:
         torch.cuda.synchronize()
         return forward
 
-    engine._first_token = noted  # ty: ignore[invalid-assignment]
+    engine.prompts._first_token = noted  # ty: ignore[invalid-assignment]
     request = Request([(7 * place) % 5000 for place in range(510)], 4, SamplingParams(seed=0))
     for read in (read_piece, waiting, read_piece):
-        engine._read_piece = read  # ty: ignore[invalid-assignment]
+        engine.prompts.read_piece = read  # ty: ignore[invalid-assignment]
         list(engine.generate(request))
     assert torch.equal(found[0], found[1]) and torch.equal(found[1], found[2])

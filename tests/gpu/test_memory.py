@@ -61,7 +61,7 @@ def check_limited(folder: Path, limit: int, tokens: int) -> None:
     allocated = torch.cuda.memory_allocated(DEVICE) - before
     assert abs(allocated - planned) <= 0.005 * planned, f"{allocated} bytes, planned {planned}"
     used = [in_use()]
-    assert engine.capture()
+    assert engine.warmup.capture()
     torch.cuda.empty_cache()
     used.append(in_use())
     count, found = min(tokens, plan.max_ctx - 128), []
@@ -125,7 +125,7 @@ def check_prefill(folder: Path, longest: int) -> None:
         first_token(engine, random_prompt(tokens, seed=1))
         peak = torch.cuda.max_memory_allocated() - before
         chunk = min(engine.prefill_chunk, tokens)
-        planned = prefill_bytes(engine.target.spec, chunk, len(engine.drafter.taps))
+        planned = prefill_bytes(engine.target.spec, chunk, len(engine.drafter.features.taps))
         assert peak <= planned, f"{tokens} tokens: {peak >> 20} MiB, planned {planned >> 20}"
 
 

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from bough.kernels.sampling import (
-    RowOwners,
     SamplingState,
     filtered,
     gumbel,
@@ -17,9 +16,10 @@ from bough.kernels.sampling import (
     sample_rows,
 )
 from bough.kernels.sampling import state as plain
-from bough.kernels.sampling.filters import OPEN, THRESHOLD
+from bough.kernels.sampling.filters import OPEN
 from tests.gpu.inputs import DEVICE
 from tests.gpu.sampling_inputs import FILTERS, KINDS, VOCABULARY, random_logits, random_tree, set_request
+from tests.kernels.sampling_memory import above_threshold, owners, poisoned
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("inference_mode")]
 
@@ -30,11 +30,7 @@ every_filter = pytest.mark.parametrize("filters", FILTERS)
 
 
 def poisoned_workspace(rows: int, vocabulary: int, shortlist: int = 1024) -> launch.Workspace:
-    work = launch.Workspace(rows, vocabulary, DEVICE, shortlist=shortlist)
-    for name, part in vars(work).items():
-        if isinstance(part, Tensor) and name not in ("arrived", "roots"):
-            part.fill_(torch.nan if part.is_floating_point() else 0x7B7B7B7B)
-    return work
+    return poisoned(launch.Workspace(rows, vocabulary, DEVICE, shortlist=shortlist))
 
 
 def assert_same_tokens(
@@ -57,19 +53,10 @@ def assert_same_candidates(work: launch.Workspace, adjusted: Tensor, settings: d
     scores, ids = filtered(adjusted, **filters, min_p=0.0)
     expected = torch.zeros_like(adjusted, dtype=torch.bool)
     expected.scatter_(1, ids, scores > -torch.inf)
-    threshold = work.record[: len(adjusted), THRESHOLD.value, None]
-    bits = torch.where(adjusted == 0, 0.0, adjusted).view(torch.int32)
-    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 20
-    keys = ordered | (0xFFFFF - torch.arange(adjusted.shape[1], device=DEVICE))
     top = adjusted.amax(-1, keepdim=True)
     temperature = torch.full((), settings["temperature"], device=DEVICE)
     near = (adjusted - top) / temperature * -(1.4426950408889634 * 2**20) < 41 << 20
-    assert torch.equal(expected, (keys >= threshold) & near)
-
-
-def owners(logits: torch.Tensor) -> RowOwners:
-    """All rows are one tree, in slot 0."""
-    return RowOwners.one(0, len(logits), logits.device)
+    assert torch.equal(expected, above_threshold(work, adjusted) & near)
 
 
 @pytest.mark.parametrize(("vocabulary", "rows", "shortlist"), SHAPES)

@@ -46,7 +46,7 @@ def first_start(caches: str) -> dict[str, list[str]]:
     target, draft = embedded_pair()
     session = load_session(target, EngineConfig("cuda", max_ctx=4096, draft=DraftConfig(draft)), graphs=False)
     end("ahead")
-    assert session.engine.capture()
+    assert session.engine.warmup.capture()
     end("capturing")
     for prompt in ("Hello", expected_texts()[0].prompt, "Write a sorted list of numbers. " * 60):
         assert generate(session, prompt, max_tokens=32).tokens

@@ -95,7 +95,7 @@ def test_an_embedding_in_host_memory_gives_the_same_text() -> None:
         with GGUFFile.open(embedded_pair()[0]) as file:
             target = Decoder.load(file, device=DEVICE, host_embedding=host)
         engine = Engine(target, max_ctx=1024)
-        assert engine.capture()
+        assert engine.warmup.capture()
         assert target.embed.data.is_cuda != host
         texts.append(tokens_of(engine, Request(list(range(100, 400)), max_tokens=64, sampling=GREEDY)))
         torch.cuda.synchronize()

@@ -48,7 +48,7 @@ def load_session(
     config = EngineConfig(device=device, draft=DraftConfig(draft) if draft else None, **options)
     session = loading.load_session(target, config, graphs=False)
     if graphs and device != "cpu":
-        assert session.engine.capture(), "no CUDA graphs"
+        assert session.engine.warmup.capture(), "no CUDA graphs"
     return session
 
 

@@ -1,14 +1,17 @@
 """A delta layer from the convolution on, whose text may be cut into steps in any way; for a CPU and a GPU."""
 
 import random
+from dataclasses import fields
 
 import torch
 from torch import Tensor
 
-from bough.kernels.causal_conv import conv_index, tree_conv
-from bough.kernels.delta_rule import fold_path, tree_delta, tree_order
+from bough.kernels.causal_conv import ConvRows, ConvWeights, DeltaBuffers, conv_index, tree_conv
+from bough.kernels.delta_rule import DeltaRows, fold_path, tree_delta, tree_order
 
-_BUFFERS = ("window", "tree_inputs", "tree_gates", "state")
+
+def copied(buffers: DeltaBuffers) -> DeltaBuffers:
+    return DeltaBuffers(*(getattr(buffers, field.name).clone() for field in fields(buffers)))
 
 
 def ancestors_of(parents: list[int]) -> list[int]:
@@ -33,18 +36,23 @@ class DeltaLayer:
         def normal(*size: int) -> Tensor:
             return torch.randn(size, device=device)
 
-        self.window = normal(1, 3, self.channels).to(dtype)
-        self.tree_inputs = torch.zeros(1, 64, self.channels, dtype=dtype, device=device)
-        self.tree_gates = torch.zeros(1, 64, 2, self.value_heads, device=device)
-        self.state = normal(1, self.value_heads, dim, dim)
-        self.weights = normal(self.channels, 4), -normal(self.value_heads).abs(), normal(self.value_heads)
+        window = normal(1, 3, self.channels).to(dtype)
+        tree_inputs = torch.zeros(1, 64, self.channels, dtype=dtype, device=device)
+        tree_gates = torch.zeros(1, 64, 2, self.value_heads, device=device)
+        state = normal(1, self.value_heads, dim, dim)
+        self.buffers = DeltaBuffers(state, window, tree_inputs, tree_gates)
+        taps, decay, bias = (
+            normal(self.channels, 4),
+            -normal(self.value_heads).abs(),
+            normal(self.value_heads),
+        )
+        self.weights = ConvWeights(taps, decay, bias, self.key_heads)
         self.slots, self.path = torch.zeros(1, dtype=torch.int64, device=device), []
 
     def copy(self) -> "DeltaLayer":
         other = object.__new__(DeltaLayer)
         other.__dict__.update(self.__dict__)
-        for name in _BUFFERS:
-            setattr(other, name, getattr(self, name).clone())
+        other.buffers = copied(self.buffers)
         return other
 
     def rows(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -56,26 +64,23 @@ class DeltaLayer:
 
     def step(self, parents: list[int], rows: tuple[Tensor, Tensor, Tensor], accepted: list[int]) -> Tensor:
         """Commit the path that is pending and return the outputs of a tree; `accepted` is pending then."""
-        tables = self._tables(parents)
-        heads = tree_conv(*rows, *self.weights, **tables)
+        step = self.step_rows(parents)
+        heads = tree_conv(*rows, self.weights, self.buffers, step)
         order = packed_order(parents, self.device)
-        out = tree_delta(*heads, self.state, slots=self.slots, count=tables["count"], order=order)
+        out = tree_delta(heads, self.buffers.state, DeltaRows(self.slots, step.count, order))
         self.path = accepted
         return out
 
     def fold(self) -> Tensor:
         """Commit the path that is pending as before a prompt chunk, and return the state."""
-        fold_path(self.state, self.weights[0], **self._tables([]))
-        return self.state
+        fold_path(self.weights, self.buffers, self.step_rows([]))
+        return self.buffers.state
 
-    def _tables(self, parents: list[int]) -> dict:
+    def step_rows(self, parents: list[int]) -> ConvRows:
         path = torch.tensor([self.path], dtype=torch.int64, device=self.device)
         count = torch.tensor([len(self.path)], device=self.device)
         rows = torch.tensor([parents], dtype=torch.int64, device=self.device)
-        index = conv_index(rows, 4, count, len(self.path))
-        tables = {"slots": self.slots, "path": path, "count": count, "index": index}
-        buffers = {name: getattr(self, name) for name in _BUFFERS[:3]}
-        return {**buffers, **tables, "key_heads": self.key_heads}
+        return ConvRows(self.slots, path, count, conv_index(rows, 4, count, len(self.path)))
 
 
 def check_cuts_into_steps(trees: DeltaLayer, shapes: list[list[int]]) -> None:

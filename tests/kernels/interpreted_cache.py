@@ -1,4 +1,4 @@
-"""The Triton kernels that write and read the cache against their references; run by test_triton_cache."""
+"""The Triton kernels that write and read the cache against their references."""
 
 import itertools
 
@@ -6,15 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from bough.kernels.attention import reference as attention
+from bough.kernels.attention import cpu as attention
 from bough.kernels.attention import triton_kernels as attention_kernel
+from bough.kernels.attention.reference import ordered_attention
 from bough.kernels.kv_cache import triton_kernels
 from bough.kernels.kv_cache.format import FORMATS, HeadPool
-from bough.kernels.kv_cache.reference import decode, encode, unpack
-from bough.kernels.kv_cache.rotation import rotate, rotate_back
+from bough.kernels.kv_cache.reference import decode, unpack
+from bough.kernels.kv_cache.rotation import rotate_back
 from bough.kernels.norm_rope import reference as norm
 from tests.kernels.interpreted_layers import close, poisoned, tree_of
 from tests.kernels.paths import roots
+from tests.kernels.pools import filled
 
 __all__ = ["poisoned"]
 
@@ -28,16 +30,6 @@ def few_splits(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     """At most so many, and fewer for rows up to block 3 and up to block 1."""
     monkeypatch.setattr(attention_kernel, "SPLITS", most)
     monkeypatch.setattr(attention_kernel, "TIERS", ((1, most // 2), (3, most - 1)))
-
-
-def filled(name: str, shape: tuple[int, ...], dim: int, used: Tensor) -> HeadPool:
-    """A pool of random rows; pages that nobody uses read as NaN."""
-    pool, rows = HeadPool.empty(FORMATS[name], shape, dim, CPU), torch.randn(*shape, dim)
-    parts = encode(rotate(rows), pool.format) if pool.format.quantised else (rows,)
-    for plane, part in zip(pool.planes, parts, strict=True):
-        plane.copy_(part)
-        plane[~used] = torch.nan if plane.is_floating_point() else 255
-    return pool
 
 
 def check_attention(
@@ -151,7 +143,7 @@ def test_a_row_has_the_bits_that_it_has_after_its_path_was_committed(
     assert step.ancestors is not None
     tree = (table[None], torch.tensor([length]), step.ancestors)
     found = attention_kernel.paged_attention(q, *pools, *tree, window=window)
-    close(found, attention.ordered_attention(q, *pools, *tree, window=window), TOLERANCE)
+    close(found, ordered_attention(q, *pools, *tree, window=window), TOLERANCE)
     for row, moved, position in roots(pools, table, length, step.ancestors[0]):
         own = (table[None], position, torch.ones(1, 1, dtype=torch.int64))
         alone = attention_kernel.paged_attention(q[:, row : row + 1], *moved, *own, window=window)

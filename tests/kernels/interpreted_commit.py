@@ -1,4 +1,4 @@
-"""The kernels of slot mappings and commits against their references, in the interpreter; see test_commit."""
+"""The kernels of slot mappings and commits against their references, in the interpreter."""
 
 import pytest
 import torch

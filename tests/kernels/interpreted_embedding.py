@@ -1,4 +1,4 @@
-"""The embedding kernel against the decoders of the types, in Triton's interpreter; run by test_embedding."""
+"""The embedding kernel against the decoders of the types, in Triton's interpreter."""
 
 import pytest
 import torch

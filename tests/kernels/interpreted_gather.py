@@ -1,4 +1,4 @@
-"""The gather of rows from host memory against indexing, in Triton's interpreter; run by test_gather_rows."""
+"""The gather of rows from host memory against indexing, in Triton's interpreter."""
 
 import pytest
 import torch

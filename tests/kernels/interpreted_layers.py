@@ -1,4 +1,4 @@
-"""The layers' Triton kernels against their references, in Triton's interpreter; run by test_triton_layers."""
+"""The layers' Triton kernels against their references, in Triton's interpreter."""
 
 import random
 from collections.abc import Iterator
@@ -7,11 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from bough.kernels.attention import reference as attention
+from bough.kernels.attention import cpu as attention
 from bough.kernels.attention import triton_kernels as attention_kernel
+from bough.kernels.causal_conv import ConvRows, ConvWeights, DeltaBuffers
 from bough.kernels.causal_conv import reference as conv
 from bough.kernels.causal_conv import triton_kernels as conv_kernel
-from bough.kernels.delta_rule import reference as delta
+from bough.kernels.delta_rule import DeltaHeads, DeltaRows
+from bough.kernels.delta_rule import cpu as delta
 from bough.kernels.delta_rule import triton_kernels as delta_kernel
 from bough.kernels.norm_rope import reference as norm
 from bough.kernels.norm_rope import ring
@@ -175,16 +177,17 @@ def test_conv(rows: int, counts: tuple[int, int], dtype: torch.dtype) -> None:
     index = conv.conv_index(step.parents, width, count, length)
     assert torch.equal(conv_kernel.conv_index(step.parents, width, count, length), index)
     inputs, alpha, beta = torch.randn(2, rows, channels + 6).split([channels, 3, 3], -1)
-    weights = torch.randn(channels, width), -torch.rand(value_heads), 30 * torch.randn(value_heads)
+    decay, bias = -torch.rand(value_heads), 30 * torch.randn(value_heads)
+    weights = ConvWeights(torch.randn(channels, width), decay, bias, key_heads)
     state = [torch.randn(3, size, channels).to(dtype) for size in (width - 1, saved)]
     state.append(torch.randn(3, saved, 2, value_heads))
     results = []
     for implementation in (conv_kernel, conv):
-        window, stash, gates = (part.clone() for part in state)
-        rest = {"window": window, "tree_inputs": stash, "tree_gates": gates}
-        tables = {"slots": slots, "path": path, "count": count, "index": index, "key_heads": key_heads}
-        out = implementation.tree_conv(inputs, alpha, beta, *weights, **rest, **tables)
-        results.append((out, window, stash, gates))
+        saves = [part.clone() for part in state]
+        buffers = DeltaBuffers(torch.empty(0), *saves)
+        rows_of_step = ConvRows(slots, path, count, index)
+        out = implementation.tree_conv(inputs, alpha, beta, weights, buffers, rows_of_step)
+        results.append((out, *saves))
     (found, *left), (wanted, *expected) = results
     used = torch.arange(length + rows) - count[:, None]
     used = (used < 0) | (used >= length - count[:, None])
@@ -208,19 +211,19 @@ def test_conv_of_ragged_rows(sizes: tuple[int, ...]) -> None:
     live[-2:] = False
     assert torch.equal(conv_kernel.conv_index(parents, width, count, length, first)[live], index[live])
     inputs, alpha, beta = torch.randn(total, channels + 4).split([channels, 2, 2], -1)
-    weights = torch.randn(channels, width), -torch.rand(value_heads), torch.randn(value_heads)
+    decay, bias = -torch.rand(value_heads), torch.randn(value_heads)
+    weights = ConvWeights(torch.randn(channels, width), decay, bias, key_heads)
     state = [torch.randn(3, size, channels) for size in (width - 1, saved)]
     state.append(torch.randn(3, saved, 2, value_heads))
     slots, path = torch.tensor([1, 1, 0])[:batch], torch.randint(0, saved, (batch, length))
     if 0 not in sizes:
         slots = torch.tensor([2, 0])
-    tables = {"slots": slots, "path": path, "count": count, "index": index, "key_heads": key_heads}
-    results = []
+    rows_of_step, results = ConvRows(slots, path, count, index, first), []
     for implementation in (conv_kernel, conv):
-        names = ("window", "tree_inputs", "tree_gates")
-        buffers = dict(zip(names, (part.clone() for part in state), strict=True))
-        out = implementation.tree_conv(inputs, alpha, beta, *weights, **buffers, **tables, first=first)
-        results.append((out, buffers))
+        saves = [part.clone() for part in state]
+        buffers = DeltaBuffers(torch.empty(0), *saves)
+        out = implementation.tree_conv(inputs, alpha, beta, weights, buffers, rows_of_step)
+        results.append((out, saves))
     (found, left), (wanted, expected) = results
     used = live.clone()
     for item, (begin, taken) in enumerate(zip(first.tolist(), count.tolist(), strict=False)):
@@ -228,8 +231,8 @@ def test_conv_of_ragged_rows(sizes: tuple[int, ...]) -> None:
     close(found[0][:-2], wanted[0][:-2])
     for one, other in zip(found[1:], wanted[1:], strict=True):
         close(one[used], other[used])
-    for name, part in left.items():
-        close(part, expected[name])
+    for one, other in zip(left, expected, strict=True):
+        close(one, other)
 
 
 @pytest.mark.parametrize(("rows", "counts"), [(1, (1, 0)), (7, (0, 4)), (19, (2, 3))])
@@ -249,9 +252,9 @@ def test_delta(rows: int, counts: tuple[int, int]) -> None:
     states[1] = states[0].clone()
     order = delta.tree_order(step.ancestors)
     assert torch.equal(delta_kernel.tree_order(step.ancestors), order)
-    tables = {"slots": torch.tensor([2, 0]), "count": count, "order": order}
+    rows_of_step, heads = DeltaRows(torch.tensor([2, 0]), count, order), DeltaHeads(q, k, v, g, beta)
     found, wanted = (
-        implementation.tree_delta(q, k, v, g, beta, state, **tables)
+        implementation.tree_delta(heads, state, rows_of_step)
         for implementation, state in zip((delta_kernel, delta), states, strict=True)
     )
     close(found, wanted)
@@ -275,9 +278,9 @@ def test_delta_of_ragged_rows(sizes: tuple[int, ...]) -> None:
     v = torch.randn(len(k), value_heads, dim)
     g, beta = -torch.rand(len(k), value_heads), torch.rand(len(k), value_heads)
     state = torch.randn(batch, value_heads, dim, dim)
-    tables = {"slots": torch.arange(batch), "count": torch.tensor([1, 2])}
+    rows_of_step = DeltaRows(torch.arange(batch), torch.tensor([1, 2]), order, first)
     found, wanted = (
-        implementation.tree_delta(q, k, v, g, beta, state.clone(), **tables, order=order, first=first)
+        implementation.tree_delta(DeltaHeads(q, k, v, g, beta), state.clone(), rows_of_step)
         for implementation in (delta_kernel, delta)
     )
     close(found, wanted)
@@ -287,9 +290,9 @@ def test_delta_of_ragged_rows(sizes: tuple[int, ...]) -> None:
     )
     for row in range(sizes[0]):
         above = [length + n for n in range(sizes[0]) if int(ancestors[row]) >> n & 1]
-        alone = [x[[0, *above]][None] for x in inputs]
-        tables = {"slots": torch.tensor([0]), "count": torch.tensor([len(above)]), "order": root_only}
-        root = delta_kernel.tree_delta(q[None, row : row + 1], *alone, state.clone(), **tables)
+        alone = DeltaHeads(q[None, row : row + 1], *(x[[0, *above]][None] for x in inputs))
+        rows_of_step = DeltaRows(torch.tensor([0]), torch.tensor([len(above)]), root_only)
+        root = delta_kernel.tree_delta(alone, state.clone(), rows_of_step)
         assert torch.equal(root[0, 0], found[row])
 
 

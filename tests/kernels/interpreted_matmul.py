@@ -1,4 +1,4 @@
-"""Run with TRITON_INTERPRET=1: the Triton matmuls against the expanded weights; fails on a difference."""
+"""The Triton matmuls against the expanded weights, in Triton's interpreter; see test_interpreted."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.double() - expected).norm() / expected.norm())
 
 
-def main() -> None:
+def test_matmuls() -> None:
     torch.manual_seed(0)
     cases = [(type, random_blocks(type, 37, 256 if type.block_elements == 256 else 160)) for type in LAYOUTS]
     cases.append((QuantType.F16, torch.randn(37, 160).half().view(torch.uint8)))
@@ -41,12 +41,11 @@ def main() -> None:
         assert not bool(space[37:].any()) and not bool(space[:, weight.columns :].any()), type.name
     x = torch.randn(65, 40) * 1e9
     many = triton_kernels.pack_rows(x)
-    packed_rows_in_the_place_of_x()
     assert many.data.shape == (65, 256) and not bool(many.data[:, 40:].any())
     assert error(many.data[:, :40].double() * many.scale[:, None].double(), x.double()) < 3e-4
 
 
-def packed_rows_in_the_place_of_x() -> None:
+def test_packed_rows_in_the_place_of_x() -> None:
     x = torch.randn(5, 512) * 1e4
     tiles = [pack(random_blocks(type, 130, 512), type) for type in (QuantType.Q4_K, QuantType.Q8_0)]
     matrices, rows = tuple(Matrix(tile, None) for tile in tiles), triton_kernels.pack_rows(x)
@@ -70,7 +69,3 @@ def rows_in_parts(matrices: tuple[Matrix, ...], x: torch.Tensor) -> None:
         found = joined(some)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
         packed.max_rows = whole
-
-
-if __name__ == "__main__":
-    main()

@@ -1,24 +1,24 @@
-"""The Triton kernels of prompt text against their references, in Triton's interpreter; for test_prefill."""
+"""The Triton kernels of prompt text against their references, in Triton's interpreter."""
 
 import pytest
 import torch
 from torch import Tensor
 
 from bough.kernels import causal_conv, delta_rule
+from bough.kernels.attention import cpu as attention
 from bough.kernels.attention import prefill
-from bough.kernels.attention import reference as attention
+from bough.kernels.causal_conv import ConvRows, ConvWeights, DeltaBuffers, DeltaHeads
 from bough.kernels.causal_conv import chunk as conv_chunk
 from bough.kernels.causal_conv import reference as conv
 from bough.kernels.causal_conv import triton_kernels as conv_kernels
 from bough.kernels.delta_rule import chunk as delta_chunk
+from bough.kernels.delta_rule import cpu as delta
 from bough.kernels.delta_rule import fold_path
-from bough.kernels.delta_rule import reference as delta
 from bough.kernels.delta_rule import triton_kernels as delta_kernels
-from bough.kernels.kv_cache.format import FORMATS, HeadPool
-from bough.kernels.kv_cache.reference import encode
-from bough.kernels.kv_cache.rotation import rotate
 from bough.kernels.norm_rope.reference import l2_norm
+from tests.kernels.delta_layer import copied
 from tests.kernels.interpreted_layers import close, poisoned  # noqa: F401
+from tests.kernels.pools import filled
 
 torch.set_num_threads(1)
 HALF = 4e-4  # error of rounding queries, keys and their dot products to float16
@@ -26,21 +26,25 @@ KEY_HEADS, VALUE_HEADS, DIM, WIDTH, SAVED = 1, 3, 16, 4, 9
 CHANNELS = (2 * KEY_HEADS + VALUE_HEADS) * DIM
 
 
-def saved_rows(dtype: torch.dtype) -> dict[str, Tensor]:
+def saved_rows(dtype: torch.dtype) -> DeltaBuffers:
     """What slots hold of the text and of their last trees."""
     window, stash = (torch.randn(3, size, CHANNELS).to(dtype) for size in (WIDTH - 1, SAVED))
     gates = torch.stack([-torch.rand(3, SAVED, VALUE_HEADS), torch.rand(3, SAVED, VALUE_HEADS)], 2)
-    return {"window": window, "tree_inputs": stash, "tree_gates": gates}
+    return DeltaBuffers(torch.randn(3, VALUE_HEADS, DIM, DIM), window, stash, gates)
 
 
-def tables(counts: tuple[int, int]) -> dict:
-    path = torch.stack([torch.randperm(SAVED)[:6].sort().values for _ in range(2)])
-    return {
-        "slots": torch.tensor([2, 0]),
-        "path": path,
-        "count": torch.tensor(counts),
-        "key_heads": KEY_HEADS,
-    }
+def random_weights() -> ConvWeights:
+    decay, bias = -torch.rand(VALUE_HEADS), 30 * torch.randn(VALUE_HEADS)
+    return ConvWeights(torch.randn(CHANNELS, WIDTH), decay, bias, KEY_HEADS)
+
+
+def path_rows(counts: tuple[int, int]) -> ConvRows:
+    path, count = (
+        torch.stack([torch.randperm(SAVED)[:6].sort().values for _ in range(2)]),
+        torch.tensor(counts),
+    )
+    index = conv.conv_index(torch.empty(2, 0, dtype=torch.int64), WIDTH, count, 6)
+    return ConvRows(torch.tensor([2, 0]), path, count, index)
 
 
 @pytest.mark.parametrize(
@@ -49,54 +53,48 @@ def tables(counts: tuple[int, int]) -> dict:
      (37, (1, 0), torch.float16)],
 )  # fmt: skip
 def test_chunk_heads(rows: int, counts: tuple[int, int], dtype: torch.dtype) -> None:
-    kept, where = saved_rows(dtype), tables(counts)
-    del kept["tree_gates"]
+    buffers, step, weights = saved_rows(dtype), path_rows(counts), random_weights()
     inputs, alpha, beta = torch.randn(2, rows, CHANNELS + 6).split([CHANNELS, 3, 3], -1)
-    weights = torch.randn(CHANNELS, WIDTH), -torch.rand(VALUE_HEADS), 30 * torch.randn(VALUE_HEADS)
-    copy = {name: part.clone() for name, part in kept.items()}
-    found = conv_chunk.chunk_heads(inputs, alpha, beta, *weights, **kept, **where)
-    wanted = conv.chunk_heads(inputs, alpha, beta, *weights, **copy, **where)
+    copy = copied(buffers)
+    found = conv_chunk.chunk_heads(inputs, alpha, beta, weights, buffers, step)
+    wanted = conv.chunk_heads(inputs, alpha, beta, weights, copy, step)
     for one, other in zip(found, wanted, strict=True):
         close(one, other, HALF if one.dtype == torch.float16 else 2e-6)
-    close(kept["window"], copy["window"])
+    close(buffers.window, copy.window)
 
 
 @pytest.mark.parametrize("counts", [(0, 0), (1, 0), (3, 6)])
 def test_fold_path(counts: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    kept, where, weight = saved_rows(torch.float32), tables(counts), torch.randn(CHANNELS, WIDTH)
-    where["index"] = conv.conv_index(torch.empty(2, 0, dtype=torch.int64), WIDTH, where["count"], 6)
-    before = {name: part.clone() for name, part in kept.items()}
-    states = [torch.randn(3, VALUE_HEADS, DIM, DIM)] * 2
-    states[1] = states[0].clone()
-    fold_path(states[0], weight, **kept, **where)
+    buffers, step, weights = saved_rows(torch.float32), path_rows(counts), random_weights()
+    before, folded = copied(buffers), copied(buffers)
+    fold_path(weights, buffers, step)
     monkeypatch.setattr(causal_conv, "tree_conv", conv_kernels.tree_conv)
     monkeypatch.setattr(delta_rule, "tree_delta", delta_kernels.tree_delta)
-    fold_path(states[1], weight, **kept, **where)
-    close(states[1], states[0])
-    for name, part in kept.items():
-        assert torch.equal(part, before[name]), name
+    fold_path(weights, folded, step)
+    close(folded.state, buffers.state)
+    for name in ("window", "tree_inputs", "tree_gates"):
+        for part in (buffers, folded):
+            assert torch.equal(getattr(part, name), getattr(before, name)), name
 
 
-def rows_of(
-    tokens: int, batch: int = 2, heads: tuple[int, int] = (1, 3), dim: int = 32
-) -> tuple[Tensor, ...]:
+def rows_of(tokens: int, batch: int = 2, heads: tuple[int, int] = (1, 3), dim: int = 32) -> DeltaHeads:
     q, k = l2_norm(torch.randn(2, batch, tokens, heads[0], dim), 1e-6).half()
     v = torch.randn(batch, tokens, heads[1], dim)
     # Decays from none at all to a state that is gone within a token.
     g = -30 * torch.rand(batch, tokens, heads[1]) ** 8
-    return q * dim**-0.5, k, v, g, torch.rand(batch, tokens, heads[1])
+    return DeltaHeads(q * dim**-0.5, k, v, g, torch.rand(batch, tokens, heads[1]))
 
 
 @pytest.mark.parametrize(("tokens", "size"), [(1, 1.0), (64, 1e9), (65, 1e-12), (150, 1.0)])
 def test_slot_delta(tokens: int, size: float) -> None:
     """Whatever the size of values and states: float16 alone would not hold these."""
-    q, k, v, g, beta = rows_of(tokens)
-    v *= size
+    heads = rows_of(tokens)
+    heads.v.mul_(size)
     states = [size * torch.randn(3, 3, 32, 32)] * 2
     states[1] = states[0].clone()
     slots = torch.tensor([2, 0])
-    found = delta_chunk.slot_delta(q, k, v.clone(), g, beta, states[0], slots=slots)
-    wanted = delta.slot_delta(q.float(), k.float(), v, g, beta, states[1], slots=slots)
+    found = delta_chunk.slot_delta(heads._replace(v=heads.v.clone()), states[0], slots)
+    wanted = delta.slot_delta(heads, states[1], slots)
     close(found, wanted, HALF)
     close(states[0], states[1], HALF)
     assert torch.equal(states[0][1], states[1][1])
@@ -104,34 +102,25 @@ def test_slot_delta(tokens: int, size: float) -> None:
 
 def test_what_comes_after_changes_nothing() -> None:
     """A row is the same bits whatever follows, and a text cut in two gives the state of the whole."""
-    q, k, v, g, beta = rows_of(100, batch=1)
+    heads = rows_of(100, batch=1)
     state, slots = torch.randn(1, 3, 32, 32), torch.tensor([0])
     whole = state.clone()
-    out = delta_chunk.slot_delta(q, k, v.clone(), g, beta, whole, slots=slots)
-    head = [part[:, :77].contiguous() for part in (q, k, v, g, beta)]
-    rest = [part[:, 77:].contiguous() for part in (q, k, v, g, beta)]
-    begun = delta_chunk.slot_delta(*head, state, slots=slots)
+    out = delta_chunk.slot_delta(heads._replace(v=heads.v.clone()), whole, slots)
+    head = DeltaHeads(*(part[:, :77].contiguous() for part in heads))
+    rest = DeltaHeads(*(part[:, 77:].contiguous() for part in heads))
+    begun = delta_chunk.slot_delta(head, state, slots)
     assert torch.equal(begun, out[:, :77])
-    close(delta_chunk.slot_delta(*rest, state, slots=slots), out[:, 77:], HALF)
+    close(delta_chunk.slot_delta(rest, state, slots), out[:, 77:], HALF)
     close(state, whole, HALF)
 
 
 PAGE, PAGES = 16, 20
 
 
-def pool_of(format: str, kv_heads: int, dim: int, used: Tensor) -> HeadPool:
-    """Random rows in the used pages; in the others NaN, where a format has one."""
-    pool = HeadPool.empty(FORMATS[format], (2 * PAGES, kv_heads, PAGE), dim, torch.device("cpu"))
-    rows = torch.randn(2 * PAGES, kv_heads, PAGE, dim)
-    if pool.scales is None:
-        pool.codes.fill_(torch.nan)
-        pool.codes[used] = rows[used].to(pool.codes.dtype)
-    else:
-        codes, scales = encode(rotate(rows), pool.format)
-        pool.codes.copy_(codes)
-        pool.scales.fill_(torch.nan)
-        pool.scales[used] = scales[used]
-    return pool
+def used_pages(table: Tensor, lengths: tuple[int, int], rows: int) -> Tensor:
+    """Return [pages] bool: which a sequence of the table holds tokens in, those of its rows included."""
+    places = [pages[: -(-(n + rows) // PAGE)] for pages, n in zip(table, lengths, strict=True)]
+    return torch.isin(torch.arange(table.numel()), torch.cat(places))
 
 
 @pytest.mark.parametrize(
@@ -158,8 +147,8 @@ def test_chunk_attention(
     kv_heads, group = 2, 3
     monkeypatch.setattr(prefill, "SLICE_BYTES", 2 * 2 * kv_heads * dim * 48)
     table = torch.randperm(2 * PAGES).view(2, PAGES)
-    used = torch.cat([pages[: -(-(n + rows) // PAGE)] for pages, n in zip(table, lengths, strict=True)])
-    keys, values = (pool_of(format, kv_heads, dim, used) for format in formats)
+    shape, used = (2 * PAGES, kv_heads, PAGE), used_pages(table, lengths, rows)
+    keys, values = (filled(format, shape, dim, used) for format in formats)
     q = torch.randn(2, rows, kv_heads * group, dim)
     gate = torch.randn(2, rows, kv_heads * group, 2 * dim)[..., dim:] if gated else None
     cache = (keys, values, table, torch.tensor(lengths))
@@ -179,8 +168,8 @@ def test_chunk_attention_through_descriptors(
     kv_heads, dim, blocks = 2, 32, {"BLOCK_M": 32, "BLOCK_N": 16, "num_stages": 1, "num_warps": 4}
     monkeypatch.setattr(prefill, "SLICE_BYTES", 2 * 2 * kv_heads * dim * 48)
     table = torch.randperm(2 * PAGES).view(2, PAGES)
-    used = torch.cat([pages[: -(-(n + rows) // PAGE)] for pages, n in zip(table, lengths, strict=True)])
-    keys, values = (pool_of("f16", kv_heads, dim, used) for _ in range(2))
+    shape, used = (2 * PAGES, kv_heads, PAGE), used_pages(table, lengths, rows)
+    keys, values = (filled("f16", shape, dim, used) for _ in range(2))
     q, gate = (torch.randn(2, rows, 3 * kv_heads, dim) for _ in range(2))
     cache = (keys, values, table, torch.tensor(lengths))
     monkeypatch.setattr(prefill, "tiles", lambda *_: blocks)

@@ -1,4 +1,4 @@
-"""The sampling kernels against their references, in Triton's interpreter; run by test_sampling_triton."""
+"""The sampling kernels against their references, in Triton's interpreter."""
 
 from dataclasses import replace
 
@@ -8,11 +8,11 @@ from torch import Tensor
 
 from bough.kernels.sampling import RowOwners, SamplingState, filtered, launch, rank_rows, sample_rows
 from bough.kernels.sampling.filters import OPEN as _OPEN
-from bough.kernels.sampling.filters import THRESHOLD as _THRESHOLD
 from bough.kernels.sampling.state import NoiseCache, adjusted
+from tests.kernels.sampling_memory import above_threshold, owners, poisoned
 
 torch.set_num_threads(1)
-OPEN, THRESHOLD = _OPEN.value, _THRESHOLD.value
+OPEN = _OPEN.value
 ROWS = 3
 OPTIONS = {
     "greedy": {},
@@ -47,11 +47,6 @@ def make_logits(kind: str, vocabulary: int) -> Tensor:
             return noise
 
 
-def owners(logits: Tensor) -> RowOwners:
-    """All rows are one tree, in slot 0."""
-    return RowOwners.one(0, len(logits), logits.device)
-
-
 def asked(options: dict, logits: Tensor, *, masked: bool = False) -> tuple[SamplingState, Tensor]:
     """A request with everything that its options take into account, and a tree's tokens."""
     state = SamplingState.empty(ROWS, logits.shape[1], "cpu")
@@ -65,21 +60,14 @@ def asked(options: dict, logits: Tensor, *, masked: bool = False) -> tuple[Sampl
     return state, tokens
 
 
-def poisoned(vocabulary: int, capacity: int = 8192, shortlist: int = 64) -> launch.Workspace:
-    work = launch.Workspace(ROWS, vocabulary, "cpu", capacity=capacity, shortlist=shortlist)
-    for name, part in vars(work).items():
-        if isinstance(part, Tensor) and name not in ("arrived", "roots"):
-            part.fill_(torch.nan if part.is_floating_point() else 0x7B7B7B7B)
-    return work
+def workspace(vocabulary: int, capacity: int = 8192, shortlist: int = 64) -> launch.Workspace:
+    return poisoned(launch.Workspace(ROWS, vocabulary, "cpu", capacity=capacity, shortlist=shortlist))
 
 
 def kept(work: launch.Workspace, logits: Tensor, settings: dict) -> list[set[int]]:
     """The tokens from the threshold up, as far as noise can lift them."""
-    bits = torch.where(logits == 0, 0.0, logits).view(torch.int32)
-    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 20
-    keys = ordered | (0xFFFFF - torch.arange(logits.shape[1]))
     near = (logits - logits.amax(-1, keepdim=True)) / settings["temperature"] > -28.4
-    return [set(row.nonzero()[:, 0].tolist()) for row in (keys >= work.record[:, THRESHOLD:][:, :1]) & near]
+    return [set(row.nonzero()[:, 0].tolist()) for row in above_threshold(work, logits) & near]
 
 
 @pytest.mark.parametrize(
@@ -98,7 +86,7 @@ def kept(work: launch.Workspace, logits: Tensor, settings: dict) -> list[set[int
 def test_sample(name: str, kind: str, vocabulary: int, capacity: int, shortlist: int) -> None:
     logits = make_logits(kind, vocabulary)
     state, tokens = asked(OPTIONS[name], logits)
-    work = poisoned(vocabulary, capacity, shortlist)
+    work = workspace(vocabulary, capacity, shortlist)
     found = launch.sample_rows(logits, POSITIONS, tokens, ANCESTORS, owners(logits), state, work)
     assert torch.equal(
         found, sample_rows(logits, POSITIONS, tokens, ANCESTORS, owners(logits), state, NoiseCache())
@@ -122,7 +110,7 @@ def test_sample(name: str, kind: str, vocabulary: int, capacity: int, shortlist:
 def test_rank(name: str, shortlist: int) -> None:
     logits = make_logits("normal", 2500)
     state, tokens = asked(OPTIONS[name], logits)
-    work = poisoned(2500, shortlist=shortlist)
+    work = workspace(2500, shortlist=shortlist)
     ids, scores = launch.rank_rows(logits, POSITIONS, tokens[:1], owners(logits), 16, state, work)
     wanted_ids, wanted = rank_rows(logits, POSITIONS, tokens[:1], owners(logits), 16, state, NoiseCache())
     live = wanted > -torch.inf
@@ -140,13 +128,13 @@ def test_masks(name: str) -> None:
     state.allowed.random_(-(2**31), 2**31 - 1, generator=torch.Generator().manual_seed(1))
     state.allowed[1] = 0
     state.allowed[1, 2] = 1 << 5
-    found = launch.sample_rows(logits, POSITIONS, tokens, ANCESTORS, owners(logits), state, poisoned(300))
+    found = launch.sample_rows(logits, POSITIONS, tokens, ANCESTORS, owners(logits), state, workspace(300))
     assert torch.equal(
         found, sample_rows(logits, POSITIONS, tokens, ANCESTORS, owners(logits), state, NoiseCache())
     )
     assert int(found[1]) == 69
     # A draft's rows are not the tree's, whose masks these are.
-    ids, _ = launch.rank_rows(logits, POSITIONS, tokens[:1], owners(logits), 4, state, poisoned(300))
+    ids, _ = launch.rank_rows(logits, POSITIONS, tokens[:1], owners(logits), 4, state, workspace(300))
     assert torch.equal(
         ids, rank_rows(logits, POSITIONS, tokens[:1], owners(logits), 4, state, NoiseCache())[0]
     )
@@ -156,7 +144,7 @@ def test_a_row_alone_is_the_row_among_others() -> None:
     logits = make_logits("normal", 300)
     state, tokens = asked(OPTIONS["everything"], logits, masked=True)
     state.allowed.random_(-(2**31), 2**31 - 1, generator=torch.Generator().manual_seed(1))
-    work = poisoned(300)
+    work = workspace(300)
     whole = launch.sample_rows(logits, POSITIONS, tokens, ANCESTORS, owners(logits), state, work).clone()
     for part in (slice(1, 2), slice(1, 3)):
         # A grammar's masks belong to the rows of the call.
@@ -199,7 +187,7 @@ def test_requests_side_by_side() -> None:
 def test_rows_of_a_wider_tensor() -> None:
     logits = make_logits("normal", 320)[:, :301]
     state, tokens = asked(OPTIONS["top-p"], logits)
-    found = launch.sample_rows(logits, POSITIONS, tokens, ANCESTORS, owners(logits), state, poisoned(301))
+    found = launch.sample_rows(logits, POSITIONS, tokens, ANCESTORS, owners(logits), state, workspace(301))
     assert torch.equal(
         found, sample_rows(logits, POSITIONS, tokens, ANCESTORS, owners(logits), state, NoiseCache())
     )

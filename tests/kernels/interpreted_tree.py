@@ -1,4 +1,4 @@
-"""The tree kernels against their references, in Triton's interpreter; run by test_tree_triton."""
+"""The tree kernels against their references, in Triton's interpreter."""
 
 from itertools import chain
 

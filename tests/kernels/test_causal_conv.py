@@ -5,7 +5,15 @@ import random
 import pytest
 import torch
 
-from bough.kernels.causal_conv import chunk_conv, conv_index, split_heads, tree_conv
+from bough.kernels.causal_conv import (
+    ConvRows,
+    ConvWeights,
+    DeltaBuffers,
+    chunk_conv,
+    conv_index,
+    split_heads,
+    tree_conv,
+)
 from bough.models.step import visibility
 
 
@@ -40,22 +48,10 @@ def test_tree_rows_see_their_own_path(rows: int, counts: tuple[int, int]) -> Non
     inputs, weight = torch.randn(2, rows, channels), torch.randn(channels, 4)
     alpha, beta = torch.randn(2, 2, rows, value_heads)
     decay, bias = -torch.rand(value_heads), torch.randn(value_heads)
-    q, k, v, g, strength = tree_conv(
-        inputs,
-        alpha,
-        beta,
-        weight,
-        decay,
-        bias,
-        window=window,
-        tree_inputs=stash,
-        tree_gates=gates,
-        slots=slots,
-        path=path,
-        count=count,
-        index=conv_index(parents, 4, count, length),
-        key_heads=key_heads,
-    )
+    step = ConvRows(slots, path, count, conv_index(parents, 4, count, length))
+    buffers = DeltaBuffers(torch.empty(0), window, stash, gates)
+    weights = ConvWeights(weight, decay, bias, key_heads)
+    q, k, v, g, strength = tree_conv(inputs, alpha, beta, weights, buffers, step)
     for item, (slot, taken) in enumerate(zip(slots.tolist(), counts, strict=True)):
         before = torch.cat([old_window[slot], old_stash[slot, path[item, :taken]]])
         assert torch.equal(window[slot], before[-3:])

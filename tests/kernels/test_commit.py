@@ -1,21 +1,8 @@
 """What a commit leaves; its kernels run in their own process: Triton chooses the interpreter at import."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import torch
 
 from bough.kernels.commit import commit_path, move_rows
-
-
-def test_the_kernels_are_their_references_in_the_interpreter() -> None:
-    script = Path(__file__).parent / "interpreted_commit.py"
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(script)]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout[-3000:]
 
 
 def test_a_path_is_moved_after_the_committed_tokens() -> None:

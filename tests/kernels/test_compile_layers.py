@@ -12,7 +12,7 @@ from bough.kernels.causal_conv import triton_kernels as conv
 from bough.kernels.commit import triton_kernels as commit
 from bough.kernels.delta_rule import cuda as delta_cuda
 from bough.kernels.delta_rule import triton_kernels as delta
-from bough.kernels.delta_rule.reference import saved_states
+from bough.kernels.delta_rule.cpu import saved_states
 from bough.kernels.embedding import triton_kernels as embedding
 from bough.kernels.kv_cache import triton_kernels as cache
 from bough.kernels.norm_rope import cuda as rows_cuda
@@ -81,7 +81,7 @@ NUMBERS = {
     "sequences",
     "spare_page",
     "size",
-    "each",
+    "tree_rows",
 }
 HEAD = {"D": 256, "HALF": 32, "BLOCK": 256, "NORM": True, "INTERLEAVED": False}
 SPLIT = {"KV": 4, "GROUP": 6, "D": 256, "BLOCK": 256, "SPLITS": attention.SPLITS}

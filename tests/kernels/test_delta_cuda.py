@@ -10,10 +10,10 @@ from torch import Tensor
 from bough.kernels import causal_conv, delta_rule
 from bough.kernels.causal_conv import cuda as conv_cuda
 from bough.kernels.causal_conv import reference as conv_reference
-from bough.kernels.delta_rule import cuda, reference
+from bough.kernels.delta_rule import DeltaHeads, DeltaRows, cpu, cuda
 from tests.kernels import delta_layer
 from tests.kernels.cards import CARDS
-from tests.kernels.delta_layer import DeltaLayer, ancestors_of, check_cuts_into_steps
+from tests.kernels.delta_layer import DeltaLayer, ancestors_of, check_cuts_into_steps, copied
 from tests.kernels.emulator import HALVES, PDL, Emulation, emulate, needs_compiler
 
 __all__ = ["emulate"]
@@ -64,11 +64,10 @@ class Heads:
         return self.k, self.v, self.g, self.beta
 
     @property
-    def tables(self) -> dict[str, Tensor]:
+    def rows(self) -> DeltaRows:
         bits = torch.tensor([bits for tree in self.trees for bits in ancestors_of(tree)])
         first = torch.tensor(self.bounds)
-        order = reference.tree_order(bits, first)
-        return {"slots": self.slots, "count": self.count, "order": order, "first": first}
+        return DeltaRows(self.slots, self.count, cpu.tree_order(bits, first), first)
 
     def root(self, item: int, row: int) -> Tensor:
         """Return the output [Hv, D] of a row as the root after its path was committed."""
@@ -76,11 +75,11 @@ class Heads:
         above = [n for n in range(row + 1) if ancestors_of(self.trees[item])[row] >> n & 1]
         rows = [*range(begin, begin + taken), *(begin + self.room + n for n in above)]
         one, own = torch.tensor([0]), self.bounds[item] + row
-        tables = {"slots": one, "count": torch.tensor([len(rows) - 1]), "first": torch.tensor([0, 1])}
-        order = reference.tree_order(torch.tensor([1]), tables["first"])
-        inputs = [part[rows] for part in self.inputs]
+        first = torch.tensor([0, 1])
+        order = cpu.tree_order(torch.tensor([1]), first)
+        heads = DeltaHeads(self.q[own : own + 1], *(part[rows] for part in self.inputs))
         state = self.state[self.slots[item : item + 1]]
-        return cuda.tree_delta(self.q[own : own + 1], *inputs, state, order=order, **tables)[0]
+        return cuda.tree_delta(heads, state, DeltaRows(one, torch.tensor([len(rows) - 1]), order, first))[0]
 
 
 def unit(*shape: int) -> Tensor:
@@ -105,10 +104,10 @@ def test_the_delta_rule_of_trees(
     emulate(cuda, CARDS["RTX 3090"], BODIES, cuda._module, cuda._kernel, backwards=backwards)
     heads = Heads([TREES[name] for name in names], shape)
     state = heads.state.clone()
-    out = cuda.tree_delta(heads.q, *heads.inputs, state, **heads.tables)
+    out = cuda.tree_delta(DeltaHeads(heads.q, *heads.inputs), state, heads.rows)
     expected_state = heads.state.double()
-    inputs = [part.double() for part in (heads.q, *heads.inputs)]
-    expected = reference.tree_delta(*inputs, expected_state, **heads.tables)
+    exact = DeltaHeads(*(part.double() for part in (heads.q, *heads.inputs)))
+    expected = cpu.tree_delta(exact, expected_state, heads.rows)
     assert error(out, expected) < 1e-6
     assert error(state, expected_state) < 1e-6
     for item, (begin, end) in enumerate(pairwise(heads.bounds)):
@@ -121,19 +120,17 @@ def test_the_convolution_of_trees(emulate: Emulation, dtype: torch.dtype) -> Non
     emulate(conv_cuda, CARDS["RTX 3090"], BODIES, conv_cuda._kernel, backwards=dtype is torch.float32)
     torch.manual_seed(4)
     layer = DeltaLayer((1, 3, conv_cuda.DIM), dtype)
-    layer.tree_inputs.normal_()
-    layer.tree_gates.normal_()
+    layer.buffers.tree_inputs.normal_()
+    layer.buffers.tree_gates.normal_()
     layer.path = [0, 3, 7, 8]
-    tree = TREES["scattered"]
-    tables, rows = layer._tables(tree), layer.rows(len(tree))
-    names = ("window", "tree_inputs", "tree_gates")
-    before = {name: tables[name].clone() for name in names}
-    found = conv_cuda.tree_conv(*rows, *layer.weights, **tables)
-    expected = conv_reference.tree_conv(*rows, *layer.weights, **{**tables, **before})
+    tree, buffers = TREES["scattered"], copied(layer.buffers)
+    step, rows = layer.step_rows(tree), layer.rows(len(tree))
+    found = conv_cuda.tree_conv(*rows, layer.weights, layer.buffers, step)
+    expected = conv_reference.tree_conv(*rows, layer.weights, buffers, step)
     for one, other in zip(found, expected, strict=True):
         assert error(one, other.double()) < 1e-6
-    for name in names:
-        assert error(tables[name], before[name].double()) < 1e-6
+    for name in ("window", "tree_inputs", "tree_gates"):
+        assert error(getattr(layer.buffers, name), getattr(buffers, name).double()) < 1e-6
 
 
 def test_a_layer_gives_the_same_bits_for_every_cut_into_steps(

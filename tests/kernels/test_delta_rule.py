@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bough.kernels.delta_rule import chunk_delta, tree_delta, tree_order
-from bough.kernels.delta_rule.reference import Visit, saved_states
+from bough.kernels.delta_rule import DeltaHeads, DeltaRows, chunk_delta, tree_delta, tree_order
+from bough.kernels.delta_rule.cpu import Visit, saved_states
+from bough.kernels.delta_rule.reference import recurrence
 from bough.kernels.norm_rope import l2_norm
 from bough.kernels.tree import MAX_ROWS
 from bough.models.step import Step, visibility
@@ -28,84 +29,74 @@ def make(
     dim: int = 8,
     seed: int = 0,
     dtype: torch.dtype = torch.float64,
-) -> dict:
+) -> tuple[DeltaHeads, Tensor]:
+    """Return random inputs, and a state for each batch item."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=dtype)
 
-    return {
-        "q": l2_norm(normal(batch, rows, key_heads, dim), 1e-6) * dim**-0.5,
-        "k": l2_norm(normal(batch, rows, key_heads, dim), 1e-6),
-        "v": normal(batch, rows, value_heads, dim),
+    heads = DeltaHeads(
+        l2_norm(normal(batch, rows, key_heads, dim), 1e-6) * dim**-0.5,
+        l2_norm(normal(batch, rows, key_heads, dim), 1e-6),
+        normal(batch, rows, value_heads, dim),
         # Strong decay in places: ratios of exponentials would overflow where differences do not.
-        "g": -8 * torch.rand(batch, rows, value_heads, generator=generator, dtype=dtype) ** 3,
-        "beta": torch.rand(batch, rows, value_heads, generator=generator, dtype=dtype),
-        "state": normal(batch, value_heads, dim, dim),
-    }
+        -8 * torch.rand(batch, rows, value_heads, generator=generator, dtype=dtype) ** 3,
+        torch.rand(batch, rows, value_heads, generator=generator, dtype=dtype),
+    )
+    return heads, normal(batch, value_heads, dim, dim)
 
 
-def recurrence(x: dict, path: list[int], item: int) -> tuple[Tensor, Tensor]:
-    """Output of the path's last row and the state after it, token by token."""
-    state, heads = x["state"][item].clone(), torch.arange(x["v"].shape[2]) % x["k"].shape[2]
-    out = state[:, 0]
-    for row in path:
-        k, q = x["k"][item, row][heads], x["q"][item, row][heads]
-        state = state * x["g"][item, row].exp()[:, None, None]
-        write = x["beta"][item, row][:, None] * (x["v"][item, row] - torch.einsum("hk,hkv->hv", k, state))
-        state = state + k[:, :, None] * write[:, None]
-        out = torch.einsum("hk,hkv->hv", q, state)
-    return out, state
+def of_rows(heads: DeltaHeads, queries: slice | list[int], rows: slice | list[int]) -> DeltaHeads:
+    """Return some queries, and other inputs of other rows."""
+    return DeltaHeads(heads.q[:, queries], *(part[:, rows] for part in heads[1:]))
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 63, 64, 65, 130])
 def test_chunk_is_the_recurrence(tokens: int) -> None:
-    x = make(2, tokens, seed=tokens)
-    out, state = chunk_delta(**x)
+    heads, before = make(2, tokens, seed=tokens)
+    out, state = chunk_delta(heads, before)
     for item in range(2):
         for row in {0, tokens // 2, tokens - 1}:
-            expected, _ = recurrence(x, list(range(row + 1)), item)
+            expected, _ = recurrence(heads, before[item], item, list(range(row + 1)))
             assert (out[item, row] - expected).abs().max() < TOLERANCE
-        assert (state[item] - recurrence(x, list(range(tokens)), item)[1]).abs().max() < TOLERANCE
+        expected = recurrence(heads, before[item], item, list(range(tokens)))[1]
+        assert (state[item] - expected).abs().max() < TOLERANCE
 
 
 @pytest.mark.parametrize(("rows", "path"), [(1, 0), (1, 1), (2, 3), (7, 1), (23, 0), (64, 9)])
 def test_a_path_and_the_tree_below_it_are_the_recurrence(rows: int, path: int) -> None:
     """Of three slots two have a tree; the second one's path is a row shorter."""
-    x, choose = make(2, path + rows, seed=rows), random.Random(rows)
+    (heads, initial), choose = make(2, path + rows, seed=rows), random.Random(rows)
     parents = torch.tensor([[-1] + [choose.randrange(row) for row in range(1, rows)] for _ in range(2)])
     step = Step.tree(torch.tensor([2, 0]), parents, parents, torch.zeros(2, dtype=torch.int64))
     assert step.ancestors is not None
     count = torch.tensor([path, max(0, path - 1)])
-    state = torch.cat([x["state"].flip(0), x["state"]])[[0, 3, 1]]  # slot 2 and slot 0 are x's
-    state[2], state[0] = x["state"][0], x["state"][1]
+    state = torch.stack([initial[1], initial[0] + initial[1], initial[0]])  # slots 2 and 0 are initial's
     before = state.clone()
-    inputs = [x[name] for name in ("k", "v", "g", "beta")]
-    out = tree_delta(
-        x["q"][:, path:], *inputs, state, slots=step.slots, count=count, order=tree_order(step.ancestors)
-    )
+    step_rows = DeltaRows(step.slots, count, tree_order(step.ancestors))
+    out = tree_delta(of_rows(heads, slice(path, None), slice(None)), state, step_rows)
     visible = visibility(parents)
     for item, (slot, taken) in enumerate(zip((2, 0), count.tolist(), strict=True)):
         committed = list(range(taken))
         for row in range(rows):
             above = committed + [path + i for i in visible[item, row].nonzero()[:, 0].tolist()]
-            assert (out[item, row] - recurrence(x, above, item)[0]).abs().max() < TOLERANCE
-        assert (state[slot] - recurrence(x, committed, item)[1]).abs().max() < TOLERANCE
+            assert (out[item, row] - recurrence(heads, initial[item], item, above)[0]).abs().max() < TOLERANCE
+        assert (state[slot] - recurrence(heads, initial[item], item, committed)[1]).abs().max() < TOLERANCE
     assert torch.equal(state[1], before[1])
 
 
 def test_a_path_without_a_tree_is_the_recurrence() -> None:
     """As before a prompt chunk; rows after a path are not read."""
-    x = make(2, 7)
-    before, count = x["state"].clone(), [7, 4]
-    x["k"][1, 4:] = torch.nan
-    inputs = [x[name] for name in ("k", "v", "g", "beta")]
-    tables = {"slots": torch.arange(2), "count": torch.tensor(count)}
-    out = tree_delta(x["q"][:, :0], *inputs, x["state"], **tables, order=torch.empty(2, 0, dtype=torch.int32))
+    heads, state = make(2, 7)
+    before, count = state.clone(), [7, 4]
+    heads.k[1, 4:] = torch.nan
+    rows = DeltaRows(torch.arange(2), torch.tensor(count), torch.empty(2, 0, dtype=torch.int32))
+    out = tree_delta(of_rows(heads, slice(0), slice(None)), state, rows)
     assert out.shape == (2, 0, 6, 8)
     for item, taken in enumerate(count):
-        expected = recurrence({**x, "state": before}, list(range(taken)), item)[1]
-        assert (x["state"][item] - expected).abs().max() < TOLERANCE
+        expected = recurrence(heads, before[item], item, list(range(taken)))[1]
+        assert (state[item] - expected).abs().max() < TOLERANCE
 
 
 def chain(rows: int) -> list[int]:
@@ -184,49 +175,40 @@ def test_few_states_are_saved() -> None:
         inner = 2 * inner + 1
 
 
-def rows_of(x: dict, rows: list[int]) -> list[Tensor]:
-    return [x[name][:, rows] for name in ("k", "v", "g", "beta")]
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("rows", [1, 5, 24, 64])
 @pytest.mark.parametrize("dim", [16, 128])
 def test_a_row_is_the_root_after_its_path_was_committed(shape, rows: int, dim: int) -> None:
     """Bit for bit, below a path that is committed in the same step."""
     before, parents = 3, shape(rows)
-    x = make(1, before + rows, dim=dim, seed=rows, dtype=torch.float32)
-    one = {"slots": torch.tensor([0]), "count": torch.tensor([before])}
-    inputs = rows_of(x, list(range(before + rows)))
-    out = tree_delta(x["q"][:, before:], *inputs, x["state"].clone(), **one, order=packed_order(parents))
+    heads, state = make(1, before + rows, dim=dim, seed=rows, dtype=torch.float32)
+    slot = torch.tensor([0])
+    step_rows = DeltaRows(slot, torch.tensor([before]), packed_order(parents))
+    out = tree_delta(of_rows(heads, slice(before, None), slice(None)), state.clone(), step_rows)
     for row in range(rows):
         path = [n for n in range(rows) if ancestors_of(parents)[row] >> n & 1]
-        chosen = [*range(before), *(before + n for n in path)]
-        state = x["state"].clone()
-        one["count"] = torch.tensor([len(chosen) - 1])
-        root = tree_delta(
-            x["q"][:, [before + row]], *rows_of(x, chosen), state, **one, order=packed_order([-1])
-        )
+        places = [*range(before), *(before + n for n in path)]
+        step_rows = DeltaRows(slot, torch.tensor([len(places) - 1]), packed_order([-1]))
+        root = tree_delta(of_rows(heads, [before + row], places), state.clone(), step_rows)
         assert torch.equal(root[:, 0], out[:, row]), f"row {row}"
 
 
 def test_ragged_rows_are_those_of_each_sequence_alone() -> None:
     trees, counts, room = [scattered(5), chain(1), [], star(9), scattered(23)], [2, 0, 3, 1, 3], 3
     sizes = [len(tree) for tree in trees]
-    items = [make(1, room + size, seed=size, dtype=torch.float32) for size in sizes]
+    items = [make(1, room + size, seed=size, dtype=torch.float32)[0] for size in sizes]
     slots = torch.tensor([4, 0, 2, 5, 1])
     state = torch.randn(6, 6, 8, 8)
     first = torch.tensor([0, *sizes]).cumsum(0)
     bits = torch.tensor([bits for tree in trees for bits in ancestors_of(tree)])
-    flat = [torch.cat([x[name][0] for x in items]) for name in ("k", "v", "g", "beta")]
-    q = torch.cat([x["q"][0, room:] for x in items])
-    tables = {"slots": slots, "count": torch.tensor(counts), "first": first}
-    expected = state.clone()
-    out = tree_delta(q, *flat, state, **tables, order=tree_order(bits, first))
+    trees_alone = [of_rows(heads, slice(room, None), slice(None)) for heads in items]
+    flat = DeltaHeads(*(torch.cat([part[0] for part in parts]) for parts in zip(*trees_alone, strict=True)))
+    count, expected = torch.tensor(counts), state.clone()
+    out = tree_delta(flat, state, DeltaRows(slots, count, tree_order(bits, first), first))
     for item, (begin, end) in enumerate(pairwise(first.tolist())):
-        x, alone = items[item], {name: tables[name][item : item + 1] for name in ("slots", "count")}
-        inputs = [x[name] for name in ("k", "v", "g", "beta")]
-        order = tree_order(bits[None, begin:end])
-        wanted = tree_delta(x["q"][:, room:], *inputs, expected, **alone, order=order)
+        one = slice(item, item + 1)
+        alone = DeltaRows(slots[one], count[one], tree_order(bits[None, begin:end]))
+        wanted = tree_delta(trees_alone[item], expected, alone)
         assert torch.equal(out[begin:end], wanted[0])
     assert torch.equal(state, expected)
 

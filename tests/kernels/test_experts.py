@@ -1,9 +1,6 @@
 """Routed experts: the reference, the kernels in Triton's interpreter, and machine code for every card."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -45,14 +42,6 @@ def test_outputs_are_added_in_order_of_rank() -> None:
     outputs = torch.tensor([[[1e8], [1.0], [-1e8]]])
     total = reference.combine(torch.zeros(1, 1), torch.zeros(1), outputs, torch.ones(1, 3))
     assert float(total) == float((torch.tensor(1e8) + 1.0) - 1e8)
-
-
-def test_kernels_are_their_references_in_the_interpreter() -> None:
-    script = Path(__file__).parent / "interpreted_experts.py"
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(script)]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout[-3000:]
 
 
 @needs_compiler
@@ -137,7 +126,7 @@ KERNELS = {
         {"COLUMNS": triton_kernels.TOKENS, "ROWS": 64, **constants(HOT[0])},
     ),
 }
-NUMBERS = ("rows", "pairs", "each", "depth", "all_tiles", "expert_tiles")
+NUMBERS = ("rows", "pairs", "share", "depth", "all_tiles", "expert_tiles")
 WARPS = {"matmul": triton_kernels._WARPS, "combine": 4, "route 1": 1}
 LARGE = ("matmul",)  # take seconds: compiled for one card of each kind
 
@@ -149,7 +138,7 @@ def test_triton_kernels_fit_every_card(card: str) -> None:
         if name in LARGE and card not in ("sm_86", "gfx942"):
             continue
         types = dict.fromkeys(NUMBERS, "i32")
-        types |= dict.fromkeys(("chosen", "order", "chunks", "count"), "*i32") | {"packed": "*fp16"}
+        types |= dict.fromkeys(("expert_ids", "order", "chunks", "count"), "*i32") | {"packed": "*fp16"}
         if name == "matmul":
             types["x"] = "*fp16"
         used = shared_memory(kernel, target, sizes, scalars=types, num_warps=WARPS.get(name, 8))

@@ -1,10 +1,5 @@
 """Rows of a table that may lie in the host's memory."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import triton
@@ -15,14 +10,6 @@ from bough.gguf.types import QuantType
 from bough.kernels.gather_rows import gather_rows, triton_kernels
 from bough.models.weights import Embedding
 from tests.kernels.test_sampling_compile import TARGETS
-
-
-def test_the_kernel_is_indexing_in_the_interpreter() -> None:
-    script = Path(__file__).parent / "interpreted_gather.py"
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(script)]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout[-3000:]
 
 
 @pytest.mark.parametrize("words", ["i64", "i32", "u8"])

@@ -1,9 +1,6 @@
 """Matmuls of prompts in int8: the kernels interpreted and compiled, and their error."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,14 +18,6 @@ from tests.kernels.test_compile_layers import TARGETS, capability, compiled, til
 BYTES = {"x": "*i8", "weight": "*i8", "codes": "*i8"}
 SIZES = dict.fromkeys(("rows", "columns", "x_padded", "weight_padded", "first", "all_tiles", "padded"), "i32")
 CARDS = [card for card in TARGETS if card != "sm_75"]  # Turing has no such mma in Triton; it is refused
-
-
-def test_kernels_are_their_references_in_the_interpreter() -> None:
-    script = Path(__file__).parent / "interpreted_int8.py"
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(script)]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout[-3000:]
 
 
 @pytest.mark.parametrize("card", CARDS)

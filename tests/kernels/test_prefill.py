@@ -1,8 +1,5 @@
 """The kernels of prompt text: interpreted, in a process of their own, and compiled for every listed card."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,15 +9,6 @@ from bough.kernels.causal_conv import chunk as conv
 from bough.kernels.delta_rule import chunk as delta
 from tests.kernels.cards import tool_output, unwritten_reads
 from tests.kernels.test_compile_layers import TARGETS, capability, compiled, shared_memory, tiled
-
-
-def test_kernels_are_their_references_in_the_interpreter() -> None:
-    script = Path(__file__).parent / "interpreted_prefill.py"
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(script)]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout[-3000:]
-
 
 HEADS = {"KEY_HEADS": 16, "VALUE_HEADS": 48, "D": 128}
 TYPES = dict.fromkeys(("q", "k", "erase", "attention"), "*fp16") | {

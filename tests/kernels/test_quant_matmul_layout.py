@@ -1,10 +1,5 @@
 """Repacking into tiles loses nothing: what comes back is what the blocks say, bit for bit."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
@@ -81,10 +76,3 @@ def test_tiles_are_hardly_larger_than_blocks() -> None:
     for type in LAYOUTS:
         limit = 1.35 if type == QuantType.Q3_K else 1.09
         assert bits[type.name] <= type.bits_per_weight * limit, (type.name, bits[type.name])
-
-
-def test_triton_products_in_the_interpreter() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "tests.kernels.interpreted_matmul"]
-    root = Path(__file__).parents[2]
-    subprocess.run(command, cwd=root, env=environment, check=True, timeout=240)

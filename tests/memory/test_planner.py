@@ -211,6 +211,14 @@ def test_the_default_context_is_shortened_before_lossy_formats(planner_27b: Memo
     assert any(format.lossy for format in tight.kv) and tight.max_ctx >= 32768
 
 
+@pytest.mark.parametrize("gib", [18.95, 19.0, 19.1, 19.3])
+def test_a_short_context_is_not_made_shorter_by_more_bits(planner_27b: MemoryPlanner, gib: float) -> None:
+    """With formats of fewer bits a context below 32,768 could at most be twice as long."""
+    planner = on(planner_27b, gib)
+    plan, longest = planner.plan(), planner.options()[len(AUTO_FORMATS) - 1].max_ctx
+    assert plan.max_ctx < 65536 and 2 * plan.max_ctx > min(longest, 32768), (plan.max_ctx, longest)
+
+
 def test_sizes_of_a_27b(planner_27b: MemoryPlanner) -> None:
     parts, spec = planner_27b.estimate.parts, planner_27b.spec
     stored = sum(info.nbytes for info in planner_27b.file.tensors.values())

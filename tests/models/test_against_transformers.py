@@ -12,6 +12,7 @@ from bough.models.decoder import Decoder
 from bough.models.step import Step
 from bough.state.sequences import CacheConfig, SequenceStates
 from tests.models.conftest import Pair
+from workshop.steps import commit
 
 TOLERANCE = 1e-4
 PROMPT = 150
@@ -95,7 +96,7 @@ def test_token_by_token(pair: Pair) -> None:
     slot, rows = states.open(), []
     for token in ids:
         step, logits = stage(pair, states, [slot], token.view(1, 1), torch.tensor([[-1]]))
-        states.commit(step, torch.tensor([0], device=pair.device))
+        commit(states, step, torch.tensor([0], device=pair.device))
         rows.append(logits[0, 0])
     assert states.lengths[slot] == 100
     assert error(torch.stack(rows), pair.logits(ids)) <= TOLERANCE
@@ -115,7 +116,7 @@ def test_every_row_of_a_tree_is_a_plain_forward_of_its_path(pair: Pair, rows: in
             path = torch.cat([text, tokens[path_to(parents, row)]])
             assert error(logits[0, row], pair.logits(path)[-1]) <= TOLERANCE, (turn, row)
         last = choose.randrange(rows)
-        states.commit(step, torch.tensor([last], device=pair.device))
+        commit(states, step, torch.tensor([last], device=pair.device))
         text = torch.cat([text, tokens[path_to(parents, last)]])
         assert states.lengths[slot] == len(text)
     tail = ids_of(pair, 9, seed=4)
@@ -128,7 +129,7 @@ def test_a_discarded_tree_leaves_no_trace(pair: Pair) -> None:
     slot, text, tail = states.open(), ids_of(pair, 30, seed=5), ids_of(pair, 6, seed=6)
     feed(pair, states, slot, text)
     step, _ = stage(pair, states, [slot], ids_of(pair, 8, seed=7)[None], torch.tensor([random_parents(8, 0)]))
-    states.commit(step, torch.tensor([-1], device=pair.device))
+    commit(states, step, torch.tensor([-1], device=pair.device))
     assert states.lengths[slot] == 30
     ours = pair.ours.logits(feed(pair, states, slot, tail).hidden[0])
     assert error(ours, pair.logits(torch.cat([text, tail]))[-6:]) <= TOLERANCE
@@ -154,7 +155,7 @@ def test_many_sequences_in_one_step(pair: Pair) -> None:
                 assert error(logits[item, row], pair.logits(path)[-1]) <= TOLERANCE, (turn, slot, row)
             if last[item] >= 0:
                 texts[slot] = torch.cat([texts[slot], tokens[item, path_to(parents[item], last[item])]])
-        states.commit(step, torch.tensor(last, device=pair.device))
+        commit(states, step, torch.tensor(last, device=pair.device))
     assert [states.lengths[slot] for slot in slots] == [len(text) for text in texts]
 
 
@@ -175,7 +176,7 @@ def test_sixteen_bit_states_hold_what_they_are_given(pair: Pair) -> None:
     feed(pair, states, slot, text)
     parents = random_parents(8, seed=11)
     step, logits = stage(pair, states, [slot], rows[None], torch.tensor([parents]))
-    states.commit(step, torch.tensor([7], device=pair.device))
+    commit(states, step, torch.tensor([7], device=pair.device))
     path = torch.cat([text, rows[path_to(parents, 7)]])
     assert error(logits[0, 7], pair.logits(path)[-1]) < 0.1
     assert states.lengths[slot] == len(path)

@@ -20,6 +20,7 @@ from bough.state.sequences import SequenceStates
 from tests.convert.hf_models import build_hf, save_hf
 from tests.kernels.native_library import needs_native, opened
 from tests.models.biased import TAKEN, biases_for, matrices_of, part_of, with_vectors
+from workshop.steps import commit
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3moe", "qwen35", "qwen35moe")
 # Native code runs no experts.
@@ -47,7 +48,7 @@ def logits_of(model: Target, ids: Tensor) -> Tensor:
         parents = torch.arange(-1, tokens.shape[1] - 1)[None]
         step = Step.tree(slots, tokens, parents, states.buffers.lengths[slots])
         rows.append(model.verify(step, states.buffers)[1][0])
-        states.commit(step, torch.tensor([tokens.shape[1] - 1]))
+        commit(states, step, torch.tensor([tokens.shape[1] - 1]))
     return torch.cat(rows)
 
 

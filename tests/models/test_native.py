@@ -19,6 +19,7 @@ from bough.models.step import Step
 from bough.models.weights import WeightLoader
 from bough.state.sequences import CacheConfig, SequenceStates
 from tests.kernels.native_library import needs_native, opened, variants
+from workshop.steps import commit
 
 pytestmark = needs_native
 
@@ -52,7 +53,7 @@ class Run:
         lengths = self.states.buffers.lengths[self.slots]
         step = Step.tree(self.slots, torch.tensor([tokens]), torch.tensor([parents]), lengths)
         features, logits = self.target.verify(step, self.states.buffers, taps=taps)
-        self.states.commit(step, torch.tensor([last]))
+        commit(self.states, step, torch.tensor([last]))
         return features[0], logits[0]
 
 

@@ -17,8 +17,8 @@ from bough.models.dflash import DFlashDraft
 from bough.prefix_cache.boundaries import SnapshotKind, chunk_ends
 from bough.prefix_cache.cache import PrefixCacheConfig
 from bough.prefix_cache.files import SnapshotFile, SnapshotFiles
+from bough.spec.costs import StepCosts
 from bough.spec.dflash import DFlashModel
-from bough.spec.policy import StepCosts
 from bough.spec.speculator import Speculator
 from bough.state.draft_ring import draft_buffers
 from tests.engine.driving import drive

@@ -12,7 +12,8 @@ from bough.server.listen import bind
 from bough.server.metrics import Metrics
 from bough.server.models import Models, ServedModel
 from bough.server.run import make_server
-from bough.session.worker import EngineWorker, Loader, TextSession, Turns
+from bough.session.session import Session
+from bough.session.worker import EngineWorker, Loader, Turns
 from tests.server.scripted import Script, ScriptedSession, echo
 
 MODEL = "bough-test"
@@ -23,7 +24,7 @@ class Live:
     url: str
     port: int
     worker: EngineWorker
-    session: TextSession
+    session: Session
 
     def settle(self, seconds: float = 5.0) -> None:
         """Wait until no request is running or queued."""

@@ -24,8 +24,8 @@ from bough.session.constraint import ConstraintSpec, TokenConstraint
 from bough.session.loops import LoopFinder
 from bough.session.prompts import CLOSING
 from bough.session.session import LOOPED, Session
+from bough.spec.costs import StepCosts
 from bough.spec.drafter import Drafter
-from bough.spec.policy import StepCosts
 from bough.spec.speculator import Speculator
 from tests.engine.oracles import Oracle, RandomTrees
 from tests.session.test_constrained import MESSAGES, WARM, Output, everywhere, session

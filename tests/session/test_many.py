@@ -133,7 +133,7 @@ def test_text_does_not_depend_on_company(
     made = session(parallel, speculation=speculation)
     beside = []  # prompts that steps of others read
     if parallel == 6:
-        made.engine.short = 256  # as on a GPU
+        made.engine.prompts.short = 256  # as on a GPU
         verify = made.engine.runner.verify
         made.engine.runner.verify = lambda parts: (
             beside.extend(part for part in parts if part.given),
@@ -148,7 +148,7 @@ def test_text_does_not_depend_on_company(
 def test_a_prompt_that_fails_beside_others_fails_alone(alone: list[Output]) -> None:
     """Its last tokens are rows of a step whose other tokens are committed."""
     made = session(2)
-    made.engine.short = 256  # as on a GPU
+    made.engine.prompts.short = 256  # as on a GPU
     first, second = made.begin(mixed()[0]), None
     text, failed, ended = "", [], False
 
@@ -163,7 +163,7 @@ def test_a_prompt_that_fails_beside_others_fails_alone(alone: list[Output]) -> N
                 text += event.text
             ended = ended or isinstance(event, Finished)
         if text and second is None:
-            made.engine._first_token = fail  # ty: ignore[invalid-assignment]
+            made.engine.prompts._first_token = fail  # ty: ignore[invalid-assignment]
             second = made.begin(mixed()[5])
     assert failed == [(second, "damaged")] and text == alone[0].text and first.ended
     assert nothing_left(made.engine)
@@ -177,8 +177,10 @@ def test_sequences_are_parked_when_pages_run_out(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(loading, "plan_memory", small)
     made, parked = session(5), []
-    park = made.engine._park
-    monkeypatch.setattr(made.engine, "_park", lambda sequence: (parked.append(sequence), park(sequence)))
+    park = made.engine.paging.park
+    monkeypatch.setattr(
+        made.engine.paging, "park", lambda sequence: (parked.append(sequence), park(sequence))
+    )
     samplings = [SamplingParams(temperature=0.5, seed=seed) for seed in range(5)]
     requests = [ask("Count to 99.", each, max_tokens=170, ignore_eos=True) for each in samplings]
     lone = session(1)
@@ -263,15 +265,15 @@ def test_a_failing_prompt_ends_its_own_request(monkeypatch: pytest.MonkeyPatch) 
     made = session(2)
     good, bad = mixed()[0], ask("this one fails")
     expected = [*made.generate(good)][-1].tokens
-    append, refused = made.engine.drafter.append, made.encode(bad)
+    prefill, refused = made.engine.drafter.prefill, made.encode(bad)
 
     def failing(slot: int, tokens: list[int], features) -> None:
         if tokens == refused:
             raise MemoryError("no memory for this chunk")
-        append(slot, tokens, features)
+        prefill(slot, tokens, features)
 
     generations = [made.begin(good), made.begin(bad)]
-    monkeypatch.setattr(made.engine.drafter, "append", failing)
+    monkeypatch.setattr(made.engine.drafter, "prefill", failing)
     ends: dict[Generation, Failed | Finished] = {}
     while len(ends) < 2:
         ends |= {each: event for each, event in made.step() if isinstance(event, Failed | Finished)}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bough.spec.policy import WAITS, AcceptanceEstimator
+from bough.spec.acceptance import WAITS, AcceptanceEstimator
 
 BUCKETS = (1, 8, 16, 24)  # as on a GPU, where smaller steps cost the same
 

@@ -3,7 +3,7 @@ import random
 
 import torch
 
-from bough.spec.policy import Calibration
+from bough.spec.calibration import Calibration
 from bough.spec.tree import Proposal
 
 

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from bough.spec.cost_file import CostFile
-from bough.spec.policy import StepCosts
+from bough.spec.costs import StepCosts
 
 
 def test_costs_survive_and_keep_apart(tmp_path: Path) -> None:

@@ -15,8 +15,9 @@ from bough.engine.engine import Engine, Request
 from bough.gguf.reader import GGUFFile
 from bough.models.decoder import Decoder
 from bough.models.dflash import CandidateSelector, DFlashDraft
+from bough.spec.calibration import Calibration
+from bough.spec.costs import StepCosts
 from bough.spec.dflash import DFlashModel
-from bough.spec.policy import Calibration, StepCosts
 from bough.spec.speculator import Speculator
 from bough.spec.tree import Proposal
 from bough.state.draft_ring import draft_buffers

@@ -120,7 +120,7 @@ def test_another_models_draft_is_said_after_the_first_answer(
     assert note.startswith(("the draft does not fit: ", "not one token of ")) and "of another model" in note
     assert finished.stats.shares.draft == 0 and (finished.stats.shares.lookup > 0) <= lookup
     assert answer(session, temperature).stats.notes == []  # once
-    assert session.engine.drafter.warnings(-1) == [note]  # and in `ps`
+    assert session.engine.drafter.notes(-1).warnings == [note]  # and in `ps`
 
 
 def test_calls_without_an_accepted_token_are_looked_into_at_any_time(stranger: Path) -> None:
@@ -152,7 +152,7 @@ def test_a_first_contact_names_what_is_wrong_and_the_text_is_plain(
     first = answer(session, prompt=SURE)
     assert first.tokens == answer(session_of(None), prompt=SURE).tokens
     assert answer(session).tokens == plain[0.0] and answer(session, 0.8).tokens == plain[0.8]
-    notes = session.engine.drafter.warnings(-1)
+    notes = session.engine.drafter.notes(-1).warnings
     if not name:
         assert first.stats.notes == notes == []
     else:

@@ -10,8 +10,10 @@ from bough.engine.sampler import Sampler, SamplingParams
 from bough.gguf.reader import GGUFFile
 from bough.models.decoder import Decoder
 from bough.models.dflash import DFlashDraft
-from bough.spec.dflash import Ask, DFlashModel, DraftCall, HostDraftCall, TreeShape
-from bough.spec.policy import FEW_ROWS, Calibration, Share
+from bough.spec.calibration import Calibration, Share
+from bough.spec.dflash import DFlashModel
+from bough.spec.draft_call import Ask, DraftCall, HostDraftCall, TreeShape
+from bough.spec.policy import FEW_ROWS
 from bough.spec.tree import Proposal
 from bough.state.draft_ring import draft_buffers
 from tests.tiny_draft import draft_config, random_rows, save_draft

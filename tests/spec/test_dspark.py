@@ -18,8 +18,8 @@ from bough.models.decoder import Decoder
 from bough.models.dflash import DFlashDraft, MarkovHead
 from bough.models.draft_spec import DraftSpec
 from bough.models.weights import WeightLoader
+from bough.spec.costs import StepCosts
 from bough.spec.dflash import DFlashModel
-from bough.spec.policy import StepCosts
 from bough.spec.speculator import Speculator
 from bough.spec.tree import Proposal
 from bough.state.draft_ring import draft_buffers

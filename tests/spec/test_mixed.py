@@ -9,12 +9,14 @@ from bough.config import SpecConfig
 from bough.errors import UsageError
 from bough.kernels.tree.reference import accept_path
 from bough.session.pairing import NamedDraft
-from bough.spec.drafter import StepOutcome, Turn
+from bough.spec.calibration import SHARE_PRIOR, Share
+from bough.spec.costs import StepCosts
+from bough.spec.drafter import HostPath, StepOutcome, Turn
 from bough.spec.mixed import MixedModel
-from bough.spec.policy import MIX_TRIES, SHARE_PRIOR, Mixes, Share, StepCosts
+from bough.spec.policy import MIX_TRIES, Mixes
 from bough.spec.speculator import Speculator
 from bough.spec.tree import Proposal
-from tests.spec.test_speculator import VOCABULARY, Clock, ScriptedDraft, depths_of, novel
+from tests.spec.test_speculator import VOCABULARY, Clock, ScriptedDraft, depths_of, novel, propose
 
 
 class ScriptedBlock(ScriptedDraft):
@@ -88,7 +90,7 @@ def test_two_that_know_different_things_are_asked_together() -> None:
 
 def test_a_fixed_tree_holds_both_proposals() -> None:
     run = clock((1.0, 0.0), (0.0, 0.0), "both", adaptive=False, budget=22)
-    tokens, parents = run.drafter.propose(0, run.text[0], 0, 64).lists()
+    tokens, parents = propose(run.drafter, run.text[0], 0, 64).lists()
     # The first draft's path, and tokens of the other, which the text never has.
     assert set(run.text[1:9]) <= set(tokens) and max(tokens) >= VOCABULARY + 10
     assert len(parents) == 23
@@ -161,13 +163,13 @@ def test_several_texts_ask_the_mix_that_pays() -> None:
     drafter = Speculator(MixedModel(*drafts, width=0), SpecConfig(lookup=False), StepCosts())
     drafter.bind(lambda logits, positions, anchors, slots, count: (logits, logits))
     for slot in range(2):
-        drafter.begin(slot)
+        drafter.open(slot)
     position = 0
     for _ in range(150):
         turns = [Turn(slot, text[position], position, 23) for slot in range(2)]
         calls = [draft.calls for draft in drafts]
-        drafter.ask(turns)
-        trees = drafter.share(turns)
+        drafter.draft(turns)
+        trees = drafter.trees(turns)
         paths = []
         for tree in trees:
             tokens, parents = tree.lists()
@@ -176,9 +178,9 @@ def test_several_texts_ask_the_mix_that_pays() -> None:
             )
         taken = min(map(len, paths))  # both go on at the same position
         made = [draft.calls - before for draft, before in zip(drafts, calls, strict=True)]
-        drafter.commit_eager(0, torch.zeros(taken, 0))
+        drafter.commit(torch.zeros(taken, 0), [HostPath(0, None, [])])
         seconds = 0.2 * sum(made)
-        drafter.observe_all(
+        drafter.observe(
             {
                 slot: StepOutcome(
                     tree.size, path[:taken], text[position + 1 :][:taken], seconds, 1.0 + 0.05 * tree.size

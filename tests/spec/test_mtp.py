@@ -16,8 +16,8 @@ from bough.models.mtp import DraftPaths, MTPBlock, MTPBuffers
 from bough.models.spec import has_mtp
 from bough.models.step import Step
 from bough.spec import mtp as proposer
+from bough.spec.calibration import Calibration
 from bough.spec.mtp import BEAMS, CHILDREN, STEPS, MTPModel
-from bough.spec.policy import Calibration
 from bough.spec.tree import Proposal
 from bough.state.draft_ring import mtp_buffers
 from bough.state.sequences import SequenceStates

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from bough.spec.policy import EAGER_SIZES, Plan, RowPolicy, StepCosts
+from bough.spec.costs import StepCosts
+from bough.spec.policy import EAGER_SIZES, Plan, RowPolicy
 
 TEXTS = json.loads((Path(__file__).parent / "recorded_outcomes.json").read_text())
 ROUNDS = 12  # each text follows itself and the others so often

@@ -3,8 +3,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bough.spec.policy import LookupAccuracy
-from bough.spec.prompt_lookup import PromptLookup
+from bough.spec.prompt_lookup import LookupAccuracy, PromptLookup
 
 
 def test_continues_from_the_longest_agreement() -> None:

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bough.spec.policy import EAGER_SIZES, PLAIN_INTERVAL, Plan, RowPolicy, StepCosts
+from bough.spec.costs import StepCosts
+from bough.spec.policy import EAGER_SIZES, PLAIN_INTERVAL, Plan, RowPolicy
 
 DEPTH = 15
 ROWS = 23

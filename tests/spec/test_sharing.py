@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from bough.spec.policy import PROBE_INTERVAL, StepCosts
+from bough.spec.costs import StepCosts
+from bough.spec.policy import PROBE_INTERVAL
 from bough.spec.sharing import REPLAN, BatchCosts, Offer, RowSharing
 
 SIZES = (1, 8, 16, 24, 32, 48, 64)

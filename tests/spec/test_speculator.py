@@ -8,10 +8,10 @@ import torch
 
 from bough.config import SpecConfig
 from bough.kernels.tree.reference import accept_path
-from bough.spec.drafter import StepOutcome
-from bough.spec.policy import StepCosts
+from bough.spec.costs import StepCosts
+from bough.spec.drafter import Constraint, HostPath, StepOutcome, Turn
 from bough.spec.speculator import Speculator
-from bough.spec.tree import Proposal
+from bough.spec.tree import Proposal, Tree
 
 VOCABULARY = 1000
 DRAFT_COST = 0.3  # of a plain step
@@ -19,6 +19,15 @@ DRAFT_COST = 0.3  # of a plain step
 
 def step_cost(rows: int) -> float:
     return 1 + 0.03 * (rows - 1)
+
+
+def propose(
+    drafter: Speculator, anchor: int, position: int, max_rows: int, constraint: Constraint | None = None
+) -> Tree:
+    """Return the tree of slot 0, which is alone."""
+    turns = [Turn(0, anchor, position, max_rows, constraint)]
+    drafter.draft(turns)
+    return drafter.trees(turns)[0]
 
 
 class ScriptedDraft:
@@ -69,7 +78,7 @@ class Clock:
         self.position, self.time, self.steps = 0, 0.0, 0
         self._ahead, self._root, self.planned = ahead, False, 0
         drafter.bind(lambda logits, positions, anchors, slots, count: (logits, logits))
-        drafter.begin(0)
+        drafter.open(0)
 
     def run(self, tokens: int) -> float:
         """Speed over so many tokens, in units of plain decoding."""
@@ -81,7 +90,7 @@ class Clock:
     def _step(self) -> None:
         calls = self.draft.calls if self.draft else 0
         limit = 1 if self._root else 64
-        tree = self.drafter.propose(0, self.text[self.position], self.position, limit)
+        tree = propose(self.drafter, self.text[self.position], self.position, limit)
         drafting = DRAFT_COST * ((self.draft.calls if self.draft else 0) - calls)
         tokens, parents = tree.lists()
         self._root = self._ahead and len(tokens) == 1 and self.drafter.plan_root(0)
@@ -93,8 +102,8 @@ class Clock:
         path = accept_path(tokens, parents, sampled)
         decided = [sampled[row] for row in path]
         cost = step_cost(len(tokens))
-        self.drafter.commit_eager(0, torch.zeros(len(path), 0))
-        self.drafter.observe(0, StepOutcome(len(tokens), path, decided, drafting, cost))
+        self.drafter.commit(torch.zeros(len(path), 0), [HostPath(0, None, decided)])
+        self.drafter.observe({0: StepOutcome(len(tokens), path, decided, drafting, cost)})
         self.time += cost + drafting
         self.position += len(decided)
         self.steps += 1
@@ -176,14 +185,16 @@ def test_a_chain_has_no_branches_and_a_spine_tree_accepts_the_same() -> None:
 
 def test_silence_is_named_in_words() -> None:
     useless = clock(novel(3000), 0.0)
-    assert useless.drafter.warnings(0) == []
+    assert useless.drafter.notes(0).warnings == []
     useless.run(1500)
-    (note,) = useless.drafter.warnings(0)
+    (note,) = useless.drafter.notes(0).warnings
     assert "not one token of" in note and "the draft of this target" in note
-    assert useless.drafter.warnings(0) == [] and useless.drafter.warnings(-1) == [note]  # once, and ever
+    assert useless.drafter.notes(0).warnings == [] and useless.drafter.notes(-1).warnings == [
+        note
+    ]  # once, and ever
     working = clock(novel(3000), 0.4)
     working.run(1500)
-    assert working.drafter.warnings(0) == []
+    assert working.drafter.notes(0).warnings == []
 
 
 def test_without_a_draft_nothing_is_asked_and_plain_text_costs_nothing() -> None:
@@ -212,7 +223,7 @@ def test_forbidden_branches_are_never_proposed(options: dict) -> None:
     text = novel(200)
     for right, coming in ((0.6, []), (0.0, text[1:6]), (0.6, text[1:4])):
         run = clock(text, right, adaptive=False, **options)
-        tokens, parents = run.drafter.propose(0, text[0], 0, 64, KnownTokens(coming)).lists()
+        tokens, parents = propose(run.drafter, text[0], 0, 64, KnownTokens(coming)).lists()
         assert tokens[0] == text[0] and parents[0] == -1
         assert all(token < VOCABULARY for token in tokens)
         assert all(0 <= parent < row for row, parent in enumerate(parents) if row)
@@ -221,8 +232,8 @@ def test_forbidden_branches_are_never_proposed(options: dict) -> None:
             path = accept_path(tokens, parents, [text[depth + 1] for depth in depths_of(parents)])
             assert len(path) > len(coming)
         # Rows are still those of the tree that the drafter learns from.
-        run.drafter.commit_eager(0, torch.zeros(1, 0))
-        run.drafter.observe(0, StepOutcome(len(tokens), [0], [text[1]], 0.1, 1.0))
+        run.drafter.commit(torch.zeros(1, 0), [HostPath(0, None, [text[1]])])
+        run.drafter.observe({0: StepOutcome(len(tokens), [0], [text[1]], 0.1, 1.0)})
 
 
 def depths_of(parents: list[int]) -> list[int]:
@@ -235,15 +246,15 @@ def depths_of(parents: list[int]) -> list[int]:
 def test_forced_text_is_copied_without_a_draft() -> None:
     text = novel(50)
     run = clock(text, None, adaptive=False)
-    tree = run.drafter.propose(0, text[0], 0, 64, KnownTokens(text[1:8]))
+    tree = propose(run.drafter, text[0], 0, 64, KnownTokens(text[1:8]))
     assert tree.tokens.tolist() == text[:8]
-    assert run.drafter.propose(0, text[0], 0, 1, KnownTokens(text[1:8])).tokens.tolist() == text[:1]
+    assert propose(run.drafter, text[0], 0, 1, KnownTokens(text[1:8])).tokens.tolist() == text[:1]
 
 
 def test_a_restored_drafter_copies_from_the_text_before() -> None:
     phrase = novel(30)
     run = clock([*phrase, *phrase], None)
-    run.drafter.restore(0, [*phrase, *phrase[:10]], None)
-    run.drafter.observe(0, StepOutcome(1, [0], [phrase[10]], 0.0, 1.0))
-    tree = run.drafter.propose(0, phrase[10], 40, 8)
+    run.drafter.open(0, [*phrase, *phrase[:10]])
+    run.drafter.observe({0: StepOutcome(1, [0], [phrase[10]], 0.0, 1.0)})
+    tree = propose(run.drafter, phrase[10], 40, 8)
     assert tree.tokens.tolist() == phrase[10:18]

@@ -14,6 +14,7 @@ from bough.models.step import DeltaBuffers, Step
 from bough.state import snapshots
 from bough.state.sequences import PAGE, CacheConfig, SequenceStates
 from bough.state.snapshots import SnapshotStore
+from workshop.steps import commit
 
 MAX_ROWS = 8
 
@@ -42,7 +43,7 @@ class Sequence:
         lengths = self.states.buffers.lengths[self.slots]
         step = Step.tree(self.slots, torch.tensor([tokens]), torch.tensor([parents]), lengths)
         hidden = self.target.forward(step, self.states.buffers).hidden
-        self.states.commit(step, torch.tensor([last]))
+        commit(self.states, step, torch.tensor([last]))
         return hidden
 
     def go_on(self) -> torch.Tensor:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bough.errors import ModelFileError, UsageError
-from bough.train import draft_data, shards
+from bough.train import draft_data
 from bough.train.draft_data import (
     Regeneration,
     TokenData,
@@ -22,6 +22,7 @@ from bough.train.draft_data import (
 )
 from bough.train.draft_target import mask_token
 from bough.train.shards import read_shard, shard_files
+from workshop import packed_shards
 from workshop.packed_shards import pack_shards
 
 QUICK = Regeneration(length=48, max_tokens=12, temperatures=(0.0, 1.0), top_p=1.0, seed=5)
@@ -164,7 +165,7 @@ def test_ranks_share_the_prompts(tiny_target, prompts, tmp_path, small_shards):
 def test_packed_shards_are_the_shards(tiny_target, prompts, tmp_path, small_shards, monkeypatch):
     folder, packed = tmp_path / "tokens", tmp_path / "packed"
     regenerate(tiny_target, prompts, folder, QUICK)
-    monkeypatch.setattr(shards, "_PACKED_TOKENS", 200)
+    monkeypatch.setattr(packed_shards, "PACKED_TOKENS", 200)
     files = pack_shards(folder, packed)
     assert len(files) == 2 and all(path.name.endswith(".npz.xz") for path in files)
     assert outputs(packed) == outputs(folder)

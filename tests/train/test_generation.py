@@ -62,8 +62,8 @@ def test_a_prompt_of_several_temperatures_is_processed_once(target: Decoder) -> 
 
     def outputs(slots: int) -> dict[int, list[int]]:
         engine = engine_of(target, slots)
-        forward, processed[:] = engine._forward_chunk, []
-        engine._forward_chunk = lambda chunk: processed.append(chunk.stop) or forward(chunk)
+        forward, processed[:] = engine.prompts._forward_chunk, []
+        engine.prompts._forward_chunk = lambda chunk: processed.append(chunk.stop) or forward(chunk)
         found = generate_batch(engine, asked, max_tokens=30, stop_ids=frozenset())
         return {each.index: each.tokens for each in found}
 

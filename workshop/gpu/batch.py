@@ -18,8 +18,9 @@ from bough.bench.machine import of_session
 from bough.config import SpecConfig
 from bough.engine.runner import GraphRunner, StepTimes
 from bough.session.session import Session
-from bough.spec.dflash import Ask, DFlashModel
-from bough.spec.policy import StepCosts
+from bough.spec.costs import StepCosts
+from bough.spec.dflash import DFlashModel
+from bough.spec.draft_call import Ask
 from bough.spec.speculator import Speculator
 from bough.state.draft_ring import draft_buffers
 from bough.state.sequences import CacheConfig
@@ -144,7 +145,7 @@ def main(
     with torch.inference_mode():
         machine = make_machine(session, SLOTS)
         slot = machine.states.open()
-        machine.drafter.begin(slot)
+        machine.drafter.open(slot)
         machine.states.reserve(slot, 192)
         report.check("captured", machine.runner.capture())
         machine.states.close(slot)

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 from bough.bench.step import StepProbe
-from bough.bench.step_profile import by_kernel
 from bough.config import SpecConfig
 from bough.engine.engine import Engine
 from bough.gguf.quantise import quantise
@@ -31,13 +30,15 @@ from bough.models.measure import measured
 from bough.models.mtp import MTPBlock
 from bough.models.spec import ModelSpec
 from bough.models.weights import TensorSource, WeightLoader
-from bough.spec.dflash import DFlashModel, DraftModel
+from bough.spec.costs import StepCosts
+from bough.spec.dflash import DFlashModel
+from bough.spec.draft_model import DraftModel
 from bough.spec.mtp import MTPModel
-from bough.spec.policy import StepCosts
 from bough.spec.speculator import Speculator
 from bough.state.draft_ring import draft_buffers, mtp_buffers
 from bough.train.mtp_model import block_shapes
 from workshop.case import DRAFT, TARGET, case
+from workshop.kernel_times import by_kernel
 from workshop.report import Report
 
 ROWS, CONTEXT = 24, 256
@@ -139,7 +140,7 @@ def measure(report: Report, kind: str, target: Decoder, files: tuple[Path, Path]
         model, SpecConfig(budget=ROWS - 1, adaptive=False), StepCosts(), device=target.device, sizes=sizes
     )
     engine = Engine(target, max_ctx=MAX_CTX, drafter=speculator, max_rows=ROWS)
-    graphs = engine.capture() if target.device.type == "cuda" else False
+    graphs = engine.warmup.capture() if target.device.type == "cuda" else False
     if target.device.type == "cuda":
         # Without graphs the times are the host's, and say nothing; the log has the reason.
         report.check(f"{kind}: captured", graphs and engine.runner.captured)

@@ -32,7 +32,7 @@ from bough.kernels.tree import MAX_ROWS
 from bough.session.loading import load_session
 from bough.session.requests import TextRequest
 from bough.session.session import Session
-from bough.spec.drafter import Constraint, NoDrafter
+from bough.spec.drafter import NoDrafter, Turn
 from bough.spec.tree import Tree
 from bough.state.sequences import CacheConfig
 from workshop.case import DRAFT, TARGET, case
@@ -104,9 +104,10 @@ class RandomTrees(NoDrafter):
     def plan_root(self, slot: int) -> bool:
         return False
 
-    def propose(
-        self, slot: int, anchor: int, position: int, max_rows: int, constraint: Constraint | None = None
-    ) -> Tree:
+    def trees(self, turns: Sequence[Turn], prompts: Sequence[int] = ()) -> list[Tree]:
+        return [self._tree(turn.anchor, turn.position, turn.max_rows) for turn in turns]
+
+    def _tree(self, anchor: int, position: int, max_rows: int) -> Tree:
         choose = self._random
         size = min(max_rows, choose.choice((2, 8, 9, 16, 17, 24, 31, 32, 33, 48, 63, 64)))
         ahead = list(self.known[position - self.prompt + 1 :][: choose.choice((0, 1, 3, 8, 20, 63))])
@@ -196,7 +197,7 @@ class Engines:
         plain = Engine(weights, **shared)
         mixed = Engine(weights, **shared, drafter=trees, max_rows=MAX_ROWS)
         if device != "cpu":
-            assert plain.capture() and mixed.capture(), "no CUDA graphs"
+            assert plain.warmup.capture() and mixed.warmup.capture(), "no CUDA graphs"
         engines = {"plain": plain, "drafted": session.engine, "mixed": mixed}
         hashes = {name: LogitHashes(engine) for name, engine in engines.items()}
         return cls(session, plain, session.engine, mixed, trees, hashes)

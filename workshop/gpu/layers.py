@@ -6,6 +6,7 @@ tests/gpu/test_delta_rule.py, test_norm_rope.py and test_attention.py check them
 """
 
 import traceback
+from dataclasses import replace
 from functools import partial
 from types import ModuleType
 
@@ -209,7 +210,8 @@ def compare_bits(report: Report) -> None:
     for rows in ROW_COUNTS[1:]:
         wider = DeltaLayers(rows, 3)
         wider.inputs[:, :, :1] = alone.inputs
-        wider.weights, wider.path = alone.weights, alone.path
+        wider.weights = alone.weights
+        wider.conv_rows = replace(wider.conv_rows, path=alone.conv_rows.path)
         wider.restore(before)
         found = wider.conv()
         bits(report, f"conv q of row 0, {rows} rows", found[0][:, :1], heads[0])

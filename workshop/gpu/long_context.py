@@ -71,7 +71,7 @@ def limited(report: Report, options: Options) -> None:
     report.log("loaded", seconds=round(time.perf_counter() - begin, 1), plan=plan.line())
     report.log("plan", parts_mib={name: size >> 20 for name, size in plan.parts.items()})
     # No other thread may call CUDA while a graph is captured; what the capture takes stays allocated.
-    report.check("captured", session.engine.capture())
+    report.check("captured", session.engine.warmup.capture())
     peak.sample()
     compile_slices(session.engine)
     freed(session.engine.target.device)
@@ -168,7 +168,7 @@ def steps(report: Report, options: Options, target: Decoder, plan: MemoryPlan, d
         cache = CacheConfig(*formats)
         engine = Engine(target, max_ctx=contexts[-1] + 1024, max_rows=rows[-1], cache=cache)
         if options.on_gpu:
-            report.check(f"{label}: captured", engine.capture())
+            report.check(f"{label}: captured", engine.warmup.capture())
             fill_with_noise(engine)
         found = {}
         for context, count in itertools.product(contexts, rows):
@@ -218,7 +218,7 @@ def pretend_context(engine: Engine, context: int) -> None:
     if saved is not None:
         vocabulary = engine.target.spec.vocab_size
         tokens = [index * 7919 % vocabulary for index in range(context)]  # nothing for prompt lookup
-        engine.drafter.restore(0, tokens, replace(saved, length=context))
+        engine.drafter.open(0, tokens, replace(saved, length=context))
 
 
 @torch.inference_mode()

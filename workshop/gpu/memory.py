@@ -89,7 +89,7 @@ def large(report: Report, folder: Path, limit: int, tokens: int) -> None:
     plan, engine = session.plan, session.engine
     report.log("plan", line=plan.line(), parts_mib={name: size >> 20 for name, size in plan.parts.items()})
     mark("loaded")
-    report.check("captured", engine.capture())
+    report.check("captured", engine.warmup.capture())
     torch.cuda.empty_cache()
     mark("captured")
     report.log(

@@ -22,7 +22,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from bough.bench.step import StepProbe, kernel_times, lines, measure_steps, read_bandwidth
+from bough.bench.step import StepProbe, lines, measure_steps, read_bandwidth
 from bough.config import DraftConfig, EngineConfig, SpecConfig
 from bough.engine.engine import Done, Request
 from bough.gguf.reader import GGUFFile
@@ -38,6 +38,7 @@ from workshop.case import case
 from workshop.gpu.stages import about_device
 from workshop.grow.grow import grow
 from workshop.grow.shape import preset
+from workshop.kernel_times import kernel_times
 from workshop.report import Report
 
 SIZES = (1, 8, 24)
@@ -95,7 +96,7 @@ def chosen_share(session: Session, rows: int) -> float:
     probe = StepProbe(session.engine, 64, rounds=4)
     try:
         with recorded_experts() as found:
-            session.engine.probe(probe._sequence, probe.comb(rows), draft=False)
+            session.engine.pipeline.probe(probe._sequence, probe.comb(rows), draft=False)
     finally:
         probe.close()
     return statistics.mean(len(each.unique()) for each in found) / experts.count
@@ -151,7 +152,7 @@ def synchronisations(report: Report, session: Session) -> None:
     probe = StepProbe(session.engine, 256, rounds=16)
 
     def step() -> None:
-        session.engine.probe(probe._sequence, probe.comb(ROWS), draft=False)
+        session.engine.pipeline.probe(probe._sequence, probe.comb(ROWS), draft=False)
 
     try:
         for _ in range(3):
@@ -223,7 +224,7 @@ def run(report: Report, folder: Path, host_layers: int, *, tiny: bool) -> None:
     report.log("loaded", seconds=round(time.perf_counter() - begin, 1), routed=session.plan.estimate.routed)
     shares = {rows: chosen_share(session, rows) for rows in SIZES}
     if report.device == "cuda":
-        report.check("captured", session.engine.capture())
+        report.check("captured", session.engine.warmup.capture())
     report.log("experts read", shares=shares)
     steps(report, session, shares, repeats=1 if tiny else 15)
     if isinstance(session.engine.target, Decoder) and report.device == "cuda":

@@ -22,6 +22,7 @@ from bough.state.sequences import SequenceStates
 from tests.gpu.inputs import random_trees
 from workshop.case import DRAFT, TARGET, case
 from workshop.report import Report
+from workshop.steps import commit
 
 
 @torch.inference_mode()
@@ -43,7 +44,7 @@ def batched(target: Decoder, sequences: int, steps: int, rows: int = 24) -> None
         tokens = torch.randint(0, 1000, (sequences, rows), device=device)
         tree = Step.tree(slots, tokens, parents, states.buffers.lengths[slots])
         target.verify(tree, states.buffers)
-        states.commit(tree, torch.full((sequences,), rows - 1, device=device))
+        commit(states, tree, torch.full((sequences,), rows - 1, device=device))
 
 
 @case()

@@ -27,6 +27,7 @@ from torch import Tensor
 from bough.config import SpecConfig
 from bough.engine.engine import Done, Engine, Request
 from bough.kernels.attention import prefill as attention
+from bough.kernels.causal_conv import DeltaHeads
 from bough.kernels.delta_rule import chunk as delta
 from bough.kernels.quant_matmul import PackedWeight
 from bough.memory.estimate import prefill_bytes
@@ -98,13 +99,13 @@ def fold(chunks: list[DeltaChunk]) -> None:
         chunk.fold()
 
 
-def heads(chunks: list[DeltaChunk]) -> list[tuple[Tensor, ...]]:
+def heads(chunks: list[DeltaChunk]) -> list[DeltaHeads]:
     return [chunk.heads() for chunk in chunks]
 
 
-def deltas(chunks: list[DeltaChunk], inputs: list[tuple[Tensor, ...]]) -> None:
+def deltas(chunks: list[DeltaChunk], inputs: list[DeltaHeads]) -> None:
     for chunk, parts in zip(chunks, inputs, strict=True):
-        delta.slot_delta(*parts, chunk.state, slots=chunk.slots)
+        delta.slot_delta(parts, chunk.buffers.state, chunk.slots)
 
 
 def tune_delta(report: Report, run: Callable[[], None]) -> None:
@@ -332,7 +333,7 @@ def prompt(report: Report, engine: Engine, tokens: int, way: Way, rate: float) -
     peak = torch.cuda.max_memory_allocated() - before
     seconds = statistics.median(found or [profiled])
     chunk = min(engine.prefill_chunk, tokens)
-    planned = prefill_bytes(spec, chunk, len(engine.drafter.taps), int8=way.int8)
+    planned = prefill_bytes(spec, chunk, len(engine.drafter.features.taps), int8=way.int8)
     report.log(
         "prefill",
         way=way.name,

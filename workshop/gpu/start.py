@@ -62,7 +62,7 @@ def start(target: Path, draft: Path, device: str, began: float, shortlist: int |
     facts["acceptance"] = [stats.acceptance_length for stats in answers]
     facts["steps_ms"] = {
         rows: {"draft": 1000 * each.draft_s, "verify": 1000 * each.verify_s}
-        for rows, each in session.engine.measure_steps().items()
+        for rows, each in session.engine.warmup.measure_steps().items()
     }
     facts["tok_s"] = [stats.decode_tok_s for stats in answers]
     facts["ttft_ms"] = [1000 * stats.ttft_s for stats in answers]

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 
-from bough.bench.step import kernel_times, lines, measure_steps, read_bandwidth
+from bough.bench.step import lines, measure_steps, read_bandwidth
 from bough.config import DraftConfig, EngineConfig, SpecConfig
 from bough.engine.engine import Done, Request
 from bough.engine.sampler import SamplingParams
@@ -27,6 +27,7 @@ from bough.session.session import Session
 from tests.gpu.texts import TREE, ExpectedText, divergence, embedded_pair, expected_texts, generate
 from workshop.case import case
 from workshop.gpu.stages import about_device, growing, guarded, run_parts, scratch_folder, wait_for_model
+from workshop.kernel_times import kernel_times
 from workshop.report import Report
 
 

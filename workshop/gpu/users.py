@@ -53,8 +53,9 @@ class Watch:
         runner.verify, runner.read_back = noted_verify, noted_read_back  # ty: ignore[invalid-assignment]
         for owner, names in (
             (runner, ("draft", "verify", "accept", "read_back")),
-            (drafter, ("share", "observe_all")),
-            (engine, ("release", "_process", "_first_token")),
+            (drafter, ("trees", "observe")),
+            (engine, ("release",)),
+            (engine.prompts, ("process", "_first_token")),
         ):
             for name in names:
                 setattr(owner, name, self._timed(name.strip("_"), getattr(owner, name)))

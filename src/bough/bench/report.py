@@ -7,6 +7,7 @@ from typing import Any
 
 from bough.bench import measure
 from bough.bench.runner import PLAIN, Result
+from bough.hub.catalog import named
 from bough.old_name import NAME, OLD_NAME
 
 Figure = dict[str, float]  # mean, sd and n
@@ -137,6 +138,22 @@ def tables(lines: Sequence[Result]) -> dict[tuple[str, ...], list[list[str]]]:
     return {SPEED: [_speed(row) for row in figures], STEPS: [_steps(row) for row in figures]}
 
 
+BESIDE = ("suite", "acceptance length", "published", "share")
+
+
+def published(head: Result, lines: Sequence[Result]) -> tuple[str, list[list[str]]]:
+    """Return who published acceptance lengths with this model's draft, and a table of both."""
+    found = named(head["settings"]["model"]) if head["settings"].get("draft") else None
+    if found is None:
+        return "", []
+    table = []
+    for row in rows(lines):
+        theirs, ours = found[0].published.get(row["suite"]), row["acceptance_length"]
+        if theirs is not None and ours is not None and row["budget"] != PLAIN:
+            table.append([name_of(row), spread(ours, 2), f"{theirs:.2f}", f"{ours['mean'] / theirs:.0%}"])
+    return found[0].published_by, table
+
+
 def _speed(row: Row) -> list[str]:
     return [
         name_of(row),
@@ -194,9 +211,14 @@ def markdown(
     for columns, cells in tables(lines).items():
         table = [columns, ["---"] * len(columns), *cells]
         sections.append("\n".join("| " + " | ".join(each) + " |" for each in table) + "\n")
+    source, beside = published(head, lines)
+    if beside:
+        table = [BESIDE, ["---"] * len(BESIDE), *beside]
+        text = "\n".join("| " + " | ".join(each) + " |" for each in table)
+        sections.append(f"Published by {source}:\n\n{text}\n")
     sections.append(f"Command: `{head['command']}`\n")
     skipped = [f"{line['prompt']} was skipped: {line['skipped']}." for line in lines if "skipped" in line]
-    remarks = [floor(head), disturbance(head), cut_short(lines), *skipped[:3]]
+    remarks = [floor(head), mismatch(head), disturbance(head), cut_short(lines), *skipped[:3]]
     sections += [" ".join(each for each in remarks if each) + "\n"] if any(remarks) else []
     sections += [f"![{name}]({path})\n" for name, path in (pictures or {}).items()]
     return "\n".join(sections)
@@ -257,6 +279,11 @@ def cut_short(lines: Sequence[Result]) -> str:
         f"**{cut} of {len(scored)} scored answers were cut** by the limit of tokens: the scores are too low. "
         "A larger `-n` leaves room."
     )
+
+
+def mismatch(head: Result) -> str:
+    """Return what is wrong with the draft; nothing where it fits."""
+    return f"**The draft does not fit**: {head['draft_problem']}." if head.get("draft_problem") else ""
 
 
 def disturbance(head: Result) -> str:

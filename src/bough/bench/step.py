@@ -102,21 +102,6 @@ def measure_steps(
     }
 
 
-@torch.inference_mode()
-def kernel_times(session: Session, rows: int, *, context: int = 256, steps: int = 4) -> dict[str, float]:
-    """Return milliseconds of a forward and its acceptance by kernel name, the longest first.
-
-    From a trace, which slows them; the time a kernel waits for its predecessor is not counted.
-    """
-    probe = StepProbe(session.engine, context, rounds=steps + 4)
-    try:
-        probe.times(rows, 1)
-        kernels = step_profile.by_kernel(probe.trace(rows, steps))
-    finally:
-        probe.close()
-    return {name[:70]: microseconds / 1000 / steps for name, microseconds in kernels.items()}
-
-
 def read_bandwidth(device: torch.device) -> float:
     """Return bytes a second that a plain sum reads from memory."""
     count = (1 << 30) if device.type == "cuda" else (1 << 25)
@@ -181,7 +166,7 @@ class StepProbe:
         samples: dict[str, list[float]] = defaultdict(list)
         for number in range(repeats + 2):
             begin = time.perf_counter()
-            step = self._engine.probe(self._sequence, self.comb(rows))
+            step = self._engine.pipeline.probe(self._sequence, self.comb(rows))
             whole = time.perf_counter() - begin
             if number >= 2:
                 samples["draft_ms"].append(step.draft_s)
@@ -203,7 +188,7 @@ class StepProbe:
         try:
             with torch.profiler.profile(activities=kernels, acc_events=True) as profile:
                 for _ in range(count):
-                    self._engine.probe(self._sequence, tree, draft=draft)
+                    self._engine.pipeline.probe(self._sequence, tree, draft=draft)
                 torch.cuda.synchronize()
             events = [each for each in profile.events() if each.device_type.name == "CUDA"]
         except RuntimeError as error:

@@ -1,6 +1,5 @@
 """Breakdown of a step's device time by kind of kernel, from a kernel trace."""
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -63,14 +62,6 @@ def exclusive_times(spans: Sequence[Span]) -> Iterator[tuple[Span, float]]:
     for span in sorted(spans, key=lambda each: each.begin):
         yield span, max(0.0, span.end - max(span.begin, done))
         done = max(done, span.end)
-
-
-def by_kernel(spans: Sequence[Span]) -> dict[str, float]:
-    """Return microseconds by kernel name, longest first."""
-    totals: dict[str, float] = defaultdict(float)
-    for span, microseconds in exclusive_times(spans):
-        totals[span.name] += microseconds
-    return dict(sorted(totals.items(), key=lambda pair: -pair[1]))
 
 
 def shares(spans: Sequence[Span], passes: int) -> dict[str, float]:

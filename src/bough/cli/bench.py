@@ -212,21 +212,10 @@ def _run(
     from bough.bench.measure import BenchSettings
     from bough.bench.runner import ResultFile
 
-    facts: dict[str, Any] = {
-        "suites": ",".join(suites),
-        "prompts": options.prompts,
-        "n_gen": options.n_gen,
-        "seed": options.seed,
-        "thinking": options.thinking,
-        "temperature": options.temperature,
-        "budget": options.budget,
-        "context": options.context,
-        "fixed": options.fixed,
-        "kv_k": config.kv_k,
-        "kv_v": config.kv_v,
-        "window": config.window,
-        "max_ctx": config.max_ctx,
-    }
+    measured = ("prompts", "n_gen", "seed", "thinking", "temperature", "budget", "context", "fixed")
+    facts: dict[str, Any] = {"suites": ",".join(suites)}
+    facts |= {name: getattr(options, name) for name in measured}
+    facts |= {name: getattr(config, name) for name in ("kv_k", "kv_v", "window", "max_ctx")}
     head = machine.head(facts, shlex.join(["bough", *sys.argv[1:]]))
     settings = BenchSettings(options.n_gen, options.seed, options.thinking)
     return BenchRun(ResultFile(output.path), head, settings, resume=output.resume, quiet=output.quiet)
@@ -267,7 +256,10 @@ def _show(
     headings = (report.title(head), "Steps")
     for heading, (columns, cases) in zip(headings, report.tables(results).items(), strict=True):
         view.table(heading, columns, cases)
-    for remark in (report.disturbance(head), report.cut_short(results)):
+    source, beside = report.published(head, results)
+    if beside:
+        view.table(f"Beside what is published, by {source}", report.BESIDE, beside)
+    for remark in (report.mismatch(head), report.disturbance(head), report.cut_short(results)):
         if remark:
             screen.notice(remark.replace("**", ""))
     skipped = sum("skipped" in line for line in results)

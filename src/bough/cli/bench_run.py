@@ -29,6 +29,7 @@ SWEEP_TEMPERATURES = (0.0, 0.8)
 SWEEP_CONTEXTS = (0, 1024, 4096)
 WARM_UP = [{"role": "user", "content": "Count from one to twenty."}]
 WARM_UP_TOKENS = 24
+EXAMINED = 40  # tokens of an answer on which a draft is tried with other settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +188,20 @@ def _speed(run: BenchRun, session: "Session", screen: view.Screen) -> dict[str, 
         return speed.measure(session, run.cancelled)
 
 
+def _draft_problem(run: BenchRun, session: "Session") -> str | None:
+    """Return what is wrong with the draft, by trying other settings of it on the answers."""
+    from torch import OutOfMemoryError
+
+    texts = {line.get("text", "") for line in run.found.values()}
+    tokens = session.tokenizer.encode("\n\n".join(sorted(texts, key=len)))
+    if len(tokens) < EXAMINED:
+        return None
+    try:
+        return session.engine.drafter.examine(tokens)
+    except OutOfMemoryError:
+        return None
+
+
 def measure_local(
     run: BenchRun,
     loaded: "Mapping[str, Sequence[SuitePrompt]]",
@@ -231,4 +246,6 @@ def measure_local(
         if run.cancelled():
             return
         run.measure(plan, lambda settings, s=session: LocalEndpoint(s, settings, run.cancelled))
+        if config.draft is not None and not run.cancelled():
+            run.head["draft_problem"] = _draft_problem(run, session)
         del session  # the next one needs its memory

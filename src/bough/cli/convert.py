@@ -10,12 +10,7 @@ from bough.cli import view
 from bough.cli.interrupt import held
 from bough.errors import UsageError
 
-
-class Mix(StrEnum):
-    q4_k_m = "q4_k_m"
-    q8_0 = "q8_0"
-    f16 = "f16"
-    f32 = "f32"
+Mix = StrEnum("Mix", "q4_k_m q8_0 f16 f32")
 
 
 def convert(

@@ -7,13 +7,12 @@ from typing import Annotated
 import typer
 
 import bough
-from bough.cli import view
+from bough.cli import grow, view
 from bough.cli.bench import bench
 from bough.cli.chat.command import chat
 from bough.cli.command import BROKEN_PIPE, Command, Program, report_error
 from bough.cli.convert import convert
 from bough.cli.doctor import doctor
-from bough.cli.grow import grow
 from bough.cli.launch import launch
 from bough.cli.listing import list_models
 from bough.cli.options import EngineCommand
@@ -72,7 +71,8 @@ app.command("list", cls=Command, rich_help_panel="Manage models")(list_models)
 app.command("pull", cls=Command, rich_help_panel="Manage models")(pull)
 app.command("rm", cls=Command, rich_help_panel="Manage models")(remove)
 app.command("convert", cls=Command, rich_help_panel="Prepare")(convert)
-app.command("grow", cls=Command, rich_help_panel="Prepare")(grow)
+_grow, _settings = grow.command()
+app.command("grow", cls=Command, rich_help_panel="Prepare", context_settings=_settings)(_grow)
 app.command("train", cls=Command, rich_help_panel="Prepare")(train)
 app.command("tune", cls=Command, rich_help_panel="Prepare")(tune)
 app.command("doctor", cls=Command, rich_help_panel="Prepare")(doctor)

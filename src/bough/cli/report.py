@@ -31,7 +31,7 @@ def line(
             f"TTFT {stats.ttft_s:.2f} s" if stats.ttft_s else "",
             f"prompt {stats.prompt_tokens:,}"
             + (f" ({stats.cached_tokens:,} cached)" if stats.cached_tokens else ""),
-            f"accept {stats.acceptance_length:.2f}/step{_proposers(stats)}" if proposing else "",
+            f"accept {stats.acceptance_length:.2f}/step{stats.proposers}" if proposing else "",
             f"seed {stats.seed}" if sampled else "",
             *stats.approximate,
             "length limit" if finished.reason == "length" else "",
@@ -39,14 +39,6 @@ def line(
     parts.append("interrupted" if interrupted else "")
     parts = list(filter(None, parts))
     return " · ".join(parts) if width is None else _wrapped(parts, width)
-
-
-def _proposers(stats: "RequestStats") -> str:
-    """Return the parts of acceptance where something that prompt lookup proposed was accepted."""
-    shares, steps = stats.shares, max(1, stats.steps)
-    if not shares.lookup:
-        return ""
-    return f" (draft {shares.draft / steps:.2f}, lookup {shares.lookup / steps:.2f})"
 
 
 def _speed(tok_s: float) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bough.cli import report, speculation, view
-from bough.cli.chat.command import LocalModels, converse
+from bough.cli.chat.command import converse, local_models
 from bough.cli.command import INTERRUPTED
 from bough.cli.interrupt import Interrupt, held
 from bough.cli.loading import choose, engine_config, load, with_scorer
@@ -151,7 +151,7 @@ def run(
     text = _read_prompt(prompt, screen)
     if text is None and _on_terminal() and output == OutputOptions(quiet=output.quiet) and not prompt.raw:
         config = with_scorer(engine.config(cache), engine, screen)
-        loader = LocalModels(speculating, config, think=prompt.think, offline=engine.offline, screen=screen)
+        loader = local_models(speculating, config, think=prompt.think, offline=engine.offline, screen=screen)
         return converse(loader, model, *_beginning(prompt, sampling), screen=screen, quiet=output.quiet)
     if text is None:
         raise UsageError("there is no prompt", f"bough run MODEL TEXT; {CHAT_HINT}")

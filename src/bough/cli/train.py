@@ -33,16 +33,9 @@ _BAR_STEPS = 10_000
 _NOTES_EVERY_S = 60  # where standard error is no terminal
 
 
-class Optimiser(StrEnum):
-    muon = "muon"
-    adamw = "adamw"
-
-
-class Loss(StrEnum):
-    dpace = "dpace"
-    decay = "decay"
-
-
+Optimiser = StrEnum("Optimiser", "muon adamw")
+Loss = StrEnum("Loss", "dpace decay")
+Kind = StrEnum("Kind", "dflash dflash2 mtp")
 _text, _draft, _training = panel("Text"), panel("Draft"), panel("Training")
 
 
@@ -59,12 +52,6 @@ class TextOptions:
     )
     top_p: float = _text("For temperatures above 0.", "X 0.01..1", default=0.95)
     answer_minutes: float | None = _text("Train on what was answered in this time.", "X 0..")
-
-
-class Kind(StrEnum):
-    dflash = "dflash"
-    dflash2 = "dflash2"
-    mtp = "mtp"
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,8 @@ from bough.server.models import Models, ServedModel
 from bough.server.run import record
 from bough.session.loading import load_reader
 from bough.session.reader import RequestReader
-from bough.session.worker import Ended, TextSession
+from bough.session.session import Session
+from bough.session.worker import Ended
 
 CONNECTIONS = 10_000  # requests that an ingress has open; its own queue says what is too many
 HEALTH_S = 2.0  # between two health checks of a replica
@@ -90,7 +91,7 @@ class Ingress:
 def served(settings: Settings, replicas: ReplicaWorker) -> ServedModel:
     """Return the model for the server; replicas load it."""
 
-    def load(_progress: object) -> TextSession:
+    def load(_progress: object) -> Session:
         raise AssertionError("replicas load the model")
 
     path = settings.path

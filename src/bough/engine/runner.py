@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,12 +25,10 @@ from bough.kernels.slot_mapping import padded_tree, ragged_rows
 from bough.kernels.tree import MAX_ROWS, Acceptance, accept_path, reference
 from bough.models.decoder import Target, VerifyBuffers
 from bough.models.step import SIZES, Step, largest_padded, padded_rows
-from bough.spec.drafter import Drafter
+from bough.spec.drafter import DevicePaths, Drafter, HostPath
 from bough.spec.tree import Tree
 from bough.state.graphs import CapturedFunction, warn_eager
 from bough.state.sequences import SequenceStates
-
-Proposed = TypeVar("Proposed")
 
 _STOPS = 64  # end tokens that acceptance checks on the device; the host checks them all
 # Sequences that a padded step holds; those that are missing cost little, but not nothing.
@@ -179,74 +177,51 @@ class StepInputs:
     """
 
     def __init__(self, capacity: int, device: torch.device):
-        self._sizes = [4 * MAX_ROWS, capacity + 1, capacity, capacity, MAX_ROWS]
-        self._staged = torch.zeros(sum(self._sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
+        sizes = [4 * MAX_ROWS, capacity + 1, capacity, capacity, MAX_ROWS]
+        self._staged = torch.zeros(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
         # On a CPU there is nothing to stage for.
         self._flat = self._staged.to(device)
-        self._numbers = self._staged.numpy()
         self._copied = torch.cuda.Event() if device.type == "cuda" else None  # what was staged last
-        rows, self.first, self.slots, self.limits, self.given = self._flat.split(self._sizes)
+        rows, *self._tables = np.split(self._staged.numpy(), np.cumsum(sizes)[:-1])
+        self._numbers = rows.reshape(4, MAX_ROWS)
+        rows, self.first, self.slots, self.limits, self.given = self._flat.split(sizes)
         self.rows = rows.view(4, MAX_ROWS)  # tokens, parents, ancestors, depths
-        self.load_one(Verify(0, Tree.root(0), 1))
-
-    def load_one(self, part: Verify) -> list[int]:
-        """Load one sequence's tree; return the bounds of its rows."""
-        self._wait()
-        packed, capacity = part.tree.packed, self._sizes[2]
-        tables = self._numbers[4 * MAX_ROWS :]
-        tables[: capacity + 1], tables[0] = part.tree.size, 0
-        tables[capacity + 1 : 2 * capacity + 1] = part.slot
-        tables[2 * capacity + 1 : 3 * capacity + 1] = part.max_accepted
-        tables[3 * capacity + 1 :] = -1
-        if self._flat is self._staged:
-            self.rows.copy_(packed)
-        elif packed.device == self._flat.device:
-            self.rows.copy_(packed)
-            self._flat[4 * MAX_ROWS :].copy_(self._staged[4 * MAX_ROWS :], non_blocking=True)
-        else:
-            self._staged[: 4 * MAX_ROWS].view(4, MAX_ROWS).copy_(packed)
-            self._flat.copy_(self._staged, non_blocking=True)
-        self._record()
-        return [0, part.tree.size]
+        self.load([Verify(0, Tree.root(0), 1)])
 
     def load(self, parts: Sequence[Verify]) -> list[int]:
-        """Load the trees of several sequences; return the bounds of their rows."""
-        self._wait()
-        numbers = self._numbers
-        rows = numbers[: 4 * MAX_ROWS].reshape(4, MAX_ROWS)
-        first, slots, limits, given = np.split(numbers[4 * MAX_ROWS :], np.cumsum(self._sizes[1:4]))
+        """Load the trees of some sequences; return the bounds of their rows."""
+        if self._copied is not None:
+            self._copied.synchronize()  # the next step may be loaded while one runs
+        first, slots, limits, given = self._tables
         slots[:], limits[:], given[:] = parts[0].slot if parts else 0, 1, -1
-        slots[: len(parts)] = [part.slot for part in parts]
-        limits[: len(parts)] = [part.max_accepted for part in parts]
-        if parts and max(part.tree.size for part in parts) == 1:
-            # At once: one by one they take longer than all else that the host does for a plain step.
-            bounds = list(range(len(parts) + 1))
-            rows[:, : len(parts)] = torch.stack([part.tree.packed for part in parts])[:, :, 0].T.cpu()
+        for index, part in enumerate(parts):
+            slots[index], limits[index] = part.slot, part.max_accepted
+        packed = parts[0].tree.packed if len(parts) == 1 else None
+        if packed is not None and packed.device.type != "cpu":
+            bounds = [0, parts[0].tree.size]
+            self.rows.copy_(packed)
         else:
-            bounds = self._load_trees(rows, given, parts)
+            packed, bounds = None, self._load_trees(given, parts)
         first[: len(bounds)], first[len(bounds) :] = bounds, bounds[-1]
         if self._flat is not self._staged:
-            self._flat.copy_(self._staged, non_blocking=True)
-        self._record()
-        return bounds
-
-    def _wait(self) -> None:
-        """Wait until what was staged is on the device: the next step may be loaded while one runs."""
-        if self._copied is not None:
-            self._copied.synchronize()
-
-    def _record(self) -> None:
+            begin = 0 if packed is None else 4 * MAX_ROWS
+            self._flat[begin:].copy_(self._staged[begin:], non_blocking=True)
         if self._copied is not None:
             self._copied.record()
+        return bounds
 
-    @staticmethod
-    def _load_trees(rows: np.ndarray, given: np.ndarray, parts: Sequence[Verify]) -> list[int]:
+    def _load_trees(self, given: np.ndarray, parts: Sequence[Verify]) -> list[int]:
+        if len(parts) > 1 and max(part.tree.size for part in parts) == 1:
+            # At once: one by one they take longer than all else that the host does for a plain step.
+            packed = torch.stack([part.tree.packed for part in parts])
+            self._numbers[:, : len(parts)] = packed[:, :, 0].T.cpu()
+            return list(range(len(parts) + 1))
         bounds = [0]
         for part in parts:
             begin, end = bounds[-1], bounds[-1] + part.tree.size
-            rows[:, begin:end] = part.tree.packed.cpu().numpy()[:, : part.tree.size]
+            self._numbers[:, begin:end] = part.tree.packed.cpu().numpy()[:, : part.tree.size]
             if part.given:
-                given[begin : end - 1] = rows[0, begin + 1 : end]
+                given[begin : end - 1] = self._numbers[0, begin + 1 : end]
             bounds.append(end)
         return bounds
 
@@ -264,11 +239,12 @@ class StepRunner:
         """`max_rows` of a tree, the root included."""
         device, slots = target.device, len(states.lengths)
         self._target, self._states, self._drafter, self._device = target, states, drafter, device
-        self._taps = drafter.taps
+        self._taps = drafter.features.taps
         self._max_rows = max_rows
         # Every number twice: Triton compiles another kernel for addresses that are no multiple of 16.
         self._rows = torch.arange(MAX_ROWS, device=device)[:, None].repeat(1, 2)
         self.sampler = Sampler(slots, MAX_ROWS, target.spec.vocab_size, device)
+        self._draft_functions = drafter.bind(self.sampler.rank)
         self._inputs = {1: StepInputs(1, device)}  # by how many sequences they hold
         self._stops = torch.full((slots, _STOPS), -1, dtype=torch.int64, device=device)
         self._host_acceptance = torch.zeros(0, dtype=torch.int64)
@@ -298,18 +274,14 @@ class StepRunner:
         stops = list(stop_ids)[:_STOPS]
         self._stops[slot] = torch.tensor(stops + [-1] * (_STOPS - len(stops)), device=self._device)
 
-    def draft(self, propose: Callable[[], Proposed]) -> Proposed:
+    def draft(self, propose: Callable[[], object]) -> None:
         """Run the drafter's proposals as the timed first part of the step."""
         self._clock.mark(Mark.DRAFT)
-        proposed = propose()
+        propose()
         self._clock.mark(Mark.DRAFTED)
-        return proposed
 
     def verify(self, parts: Sequence[Verify]) -> Forward:
         """Launch the target's forward pass over one tree for each of some sequences, in different slots."""
-        if len(parts) == 1:
-            bounds = self._inputs[1].load_one(parts[0])
-            return self._timed_forward(1, self.step_rows(bounds[-1]), bounds)
         sizes = [part.tree.size for part in parts]
         rows, most = sum(sizes), self.tree_rows(len(parts))
         assert max(sizes) <= most, f"a tree of {max(sizes)} rows, at most {most}"
@@ -334,7 +306,7 @@ class StepRunner:
         Waits for the device at most until the step before this one has begun.
         """
         forward = self.verify([Verify(slot, Tree.chain(tokens), len(tokens))])
-        self._states.commit_on_device(forward.step, self._rows[len(tokens) - 1, :1])
+        self._states.commit(forward.step, self._rows[len(tokens) - 1, :1])
         self._states.lengths[slot] += len(tokens)
         return forward
 
@@ -405,7 +377,7 @@ class StepRunner:
         """Return the seconds of a draft call, at best of two, on a slot."""
         found = []
         for _ in range(2):
-            self.draft(lambda: self._drafter.rehearse(slot))
+            self.draft(lambda: [function() for function in self._draft_functions[:1]])
             found.append(self._measured(slot, 1).draft_cost)
         return min(found)
 
@@ -480,7 +452,7 @@ class StepRunner:
             limits=inputs.limits,
             counts=self.sampler.counts,
         )
-        self._states.commit_on_device(step, acceptance.last_rows)
+        self._states.commit(step, acceptance.last_rows)
         if self._taps:
             self._commit_draft(forward, acceptance)
         return acceptance
@@ -493,7 +465,6 @@ class EagerRunner(StepRunner):
 
     def __init__(self, target: Target, states: SequenceStates, drafter: Drafter, *, max_rows: int):
         super().__init__(target, states, drafter, max_rows=max_rows)
-        drafter.bind(self.sampler.rank)
         self._steps: dict[int, Step] = {}  # of one sequence, over static buffers, by rows
         self._placed = torch.zeros(3, MAX_ROWS, dtype=torch.int64, device=self._device)
 
@@ -538,18 +509,19 @@ class EagerRunner(StepRunner):
         for row in path:
             counts[slot, tokens[row]] += 1
         self._states.commit_rows(slot, path, size=size)
+        accepted = Accepted(path, [sampled[row] for row in path])
         if self._taps:
-            features = forward.features if len(path) == size else forward.features[path]
-            self._drafter.commit_eager(slot, features)
-        return [Accepted(path, [sampled[row] for row in path])]
+            rows = None if len(path) == size else path
+            self._drafter.commit(forward.features, [HostPath(slot, rows, accepted.tokens)])
+        return [accepted]
 
     def _commit_draft(self, forward: Forward, acceptance: Acceptance) -> None:
-        begins = forward.bounds[:-1]
-        for slot, begin, (path, _) in zip(
-            forward.step.slots.tolist(), begins, acceptance.paths(), strict=True
-        ):
-            rows = torch.tensor(path, device=self._device) + begin
-            self._drafter.commit_eager(slot, forward.features[rows])
+        slots, begins = forward.step.slots.tolist(), forward.bounds[:-1]
+        paths = [
+            HostPath(slot, [begin + row for row in path], tokens)
+            for slot, begin, (path, tokens) in zip(slots, begins, acceptance.paths(), strict=True)
+        ]
+        self._drafter.commit(forward.features, paths)
 
 
 class GraphRunner(StepRunner):
@@ -567,11 +539,10 @@ class GraphRunner(StepRunner):
         device, slots = target.device, len(states.lengths)
         self._sizes = [size for size in SIZES if size <= largest_padded(max_rows)]
         self.tree_sizes = [size for size in SIZES if size <= padded_rows(max_rows)]
-        self._draft_functions = drafter.bind(self.sampler.rank)
         self._first_drafts = [each for each in self._draft_functions if each.sequences == 1]
         # To capture while nothing runs.
         self._later_drafts = [each for each in self._draft_functions if each.sequences > 1]
-        width = len(drafter.taps) * target.spec.width
+        width = len(self._taps) * target.spec.width
         self._into = VerifyBuffers(
             torch.zeros(MAX_ROWS, width, device=device),
             torch.zeros(MAX_ROWS, target.spec.vocab_size, device=device),
@@ -611,7 +582,7 @@ class GraphRunner(StepRunner):
         drafts = self._first_drafts
         pool, total = torch.cuda.graph_pool_handle(), len(self._sizes) + len(drafts)
         report = progress or (lambda done, total: None)
-        self._inputs[1].load_one(Verify(slot, Tree.root(0), 1))
+        self._inputs[1].load([Verify(slot, Tree.root(0), 1)])
         try:
             for done, function in enumerate(drafts, 1):
                 function.capture(pool)
@@ -635,7 +606,7 @@ class GraphRunner(StepRunner):
         return True
 
     def rehearse(self, slot: int = 0, *, batched: bool = False) -> None:
-        self._inputs[1].load_one(Verify(slot, Tree.root(0), 1))
+        self._inputs[1].load([Verify(slot, Tree.root(0), 1)])
         for function in self._draft_functions if batched else self._first_drafts:
             function()
         for size in self._sizes:
@@ -646,7 +617,7 @@ class GraphRunner(StepRunner):
 
     def measure(self, slot: int = 0) -> dict[int, StepTimes]:
         found = {}
-        self._inputs[1].load_one(Verify(slot, Tree.root(0), 1))
+        self._inputs[1].load([Verify(slot, Tree.root(0), 1)])
         for size in self.tree_sizes:
             self.draft(lambda: [function() for function in self._first_drafts[:1]])
             self.accept(self._timed_forward(1, size, [0, 1]))
@@ -726,7 +697,8 @@ class GraphRunner(StepRunner):
         rows = acceptance.source[:, : len(features)]
         if step.first is not None:
             rows = (rows + step.first[:-1, None]).clamp(max=len(features) - 1)
-        self._drafter.commit(features, rows, acceptance.counts, step.slots)
+        tokens = acceptance.tokens[:, : len(features)]
+        self._drafter.commit(features, DevicePaths(step.slots, rows, acceptance.counts, tokens))
 
 
 def _step(rows: Tensor, slots: Tensor, first: Tensor | None, most: int) -> Step:

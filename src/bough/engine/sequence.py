@@ -9,7 +9,7 @@ from typing import Literal, TypeVar
 import numpy as np
 
 from bough.engine.chunk import ChunkForward
-from bough.engine.events import FinishReason
+from bough.engine.events import FinishReason, Progress
 from bough.engine.runner import Forward
 from bough.engine.sampler import SamplingParams
 from bough.engine.stats import RequestStats
@@ -85,13 +85,10 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """Work of the sequence's next step that is already enqueued on the device.
-
-    Without a forward only the draft is. Once a forward is in flight, committed rows cannot be rolled back.
-    """
+    """The forward of the sequence's next step, in flight: committed rows cannot be rolled back any more."""
 
     tree: Tree
-    forward: Forward | None
+    forward: Forward
 
 
 class OwnConstraint:
@@ -187,11 +184,18 @@ class Sequence:
     @property
     def in_flight(self) -> bool:
         """Whether the next step's forward is launched."""
-        return self.launched is not None and self.launched.forward is not None
+        return self.launched is not None
 
     @property
     def error(self) -> Exception | None:
         return self.constraint.error if self.constraint is not None else None
+
+    @property
+    def progress(self) -> Progress:
+        """What of the prompt has been processed."""
+        whole, cached = self.processed, self.stats.cached_tokens
+        processed = whole + (self.chunk.processed if self.chunk is not None else 0)
+        return Progress(processed, len(self.request.prompt), cached, whole)
 
     def deliver(self, sampled: list[int]) -> "Delivered":
         """Append what plain decoding would have delivered of a step's sampled tokens."""

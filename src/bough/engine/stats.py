@@ -109,6 +109,14 @@ class RequestStats:
         return self.step_tokens / self.steps if self.steps else 0.0
 
     @property
+    def proposers(self) -> str:
+        """The parts of the acceptance length, where something that prompt lookup proposed was accepted."""
+        shares, steps = self.shares, max(1, self.steps)
+        if not shares.lookup:
+            return ""
+        return f" (draft {shares.draft / steps:.2f}, lookup {shares.lookup / steps:.2f})"
+
+    @property
     def decode_tok_s(self) -> float:
         """Tokens after the first over the time since the first."""
         if self._first is None or self._last is None or self._last <= self._first:

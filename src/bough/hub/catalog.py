@@ -12,7 +12,6 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
-from bough.errors import ModelFileError
 from bough.hub.names import RepoName, parse_repo
 
 FOLDER = Path(__file__).with_name("cards")
@@ -56,14 +55,15 @@ class Pair:
 class Shape:
     """What a target's header says beside `Match`: enough to plan before the download."""
 
-    feed_forward: int  # 0 where every layer has experts
+    _: KW_ONLY
     heads: tuple[int, int, int]  # query heads, KV heads, dims
-    delta: tuple[int, int] | None  # key heads, value heads; None: no Gated DeltaNet
-    experts: tuple[int, int, int] | None  # how many, of which used, their width
     vocabulary: int
     context: int
-    tied: bool
-    draft: tuple[int, int] | None  # layers and feed-forward of the draft; None: there is none
+    feed_forward: int = 0  # 0 where every layer has experts
+    delta: tuple[int, int] | None = None  # key heads, value heads; None: no Gated DeltaNet
+    experts: tuple[int, int, int] | None = None  # how many, of which used, their width
+    tied: bool = False
+    draft: tuple[int, int] | None = None  # layers and feed-forward of the draft; None: there is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +80,8 @@ class ModelCard:
     effort: str  # of its reasoning where a request does not say; empty: its template's default
     shape: Shape | None  # None: of a pair that is part of the package
     sampling: Mapping[str, Sampling]  # recommended, by mode; empty: what the file recommends
+    published: Mapping[str, float]  # acceptance lengths that others measured with the draft, by suite
+    published_by: str
 
 
 def cards() -> tuple[ModelCard, ...]:
@@ -144,123 +146,29 @@ def _words(name: str) -> list[str]:
 
 @functools.cache
 def _load(folder: Path) -> tuple[ModelCard, ...]:
-    cards = [_read(path) for path in sorted(folder.glob("*.toml"))]
-    seen: set[str] = set()
-    for card in cards:
-        for name in (card.name, *card.aliases):
-            if name in seen:
-                raise ModelFileError(f"{folder}: two cards have the name {name!r}")
-            seen.add(name)
-    return tuple(sorted(cards, key=lambda card: card.name))
+    return tuple(sorted(map(_read, folder.glob("*.toml")), key=lambda card: card.name))
 
 
 def _read(path: Path) -> ModelCard:
-    try:
-        table = _Table(str(path), tomllib.loads(path.read_text(encoding="utf-8")))
-    except tomllib.TOMLDecodeError as error:
-        raise ModelFileError(f"{path}: not readable as TOML: {error}") from error
-    match, settings = (table.table(key) for key in ("match", "settings"))
-    sampling = table.table("sampling") if table.has("sampling") else None
-    pair = table.table("pair") if table.has("pair") else None
-    card = ModelCard(
-        name=table.name("name"),
-        title=table.take("title", str),
-        aliases=tuple(table.take("aliases", list, [])),
-        target=table.repo("target") if pair is None else None,
-        draft=table.repo("draft") if pair is None and table.has("draft") else None,
-        pair=None if pair is None else _pair(pair),
-        match=Match(
-            names=tuple(match.take("names", list)),
-            architecture=match.take("architecture", str),
-            width=match.take("width", int),
-            layers=match.take("layers", int),
-            without=tuple(match.take("without", list, [])),
-        ),
-        budget=settings.take("budget", int),
-        thinking=settings.take("thinking", bool),
-        effort=settings.take("effort", str, ""),
-        shape=_shape(table.table("shape")) if table.has("shape") else None,
-        sampling={} if sampling is None else {mode: _sampling(sampling.table(mode)) for mode in MODES},
+    """Return a card of this package, whose values its tests check."""
+    table = tomllib.loads(path.read_text(encoding="utf-8"))
+    pair, shape, draft = table.get("pair"), table.get("shape"), table.get("draft")
+    published = dict(table.get("published", {}))
+    return ModelCard(
+        name=table["name"],
+        title=table["title"],
+        aliases=tuple(table.get("aliases", ())),
+        target=parse_repo(table["target"]) if pair is None else None,
+        draft=parse_repo(draft) if draft is not None else None,
+        pair=pair and Pair(**{name: PACKAGE / file for name, file in pair.items()}),
+        match=Match(**_tuples(table["match"])),
+        shape=shape and Shape(**_tuples(shape)),
+        sampling={mode: Sampling(**values) for mode, values in table.get("sampling", {}).items()},
+        published_by=published.pop("by", ""),
+        published=published,
+        **({"effort": ""} | table["settings"]),
     )
-    for part in (table, match, settings, sampling, pair):
-        if part is not None:
-            part.finish()
-    return card
 
 
-def _shape(table: "_Table") -> Shape:
-    def numbers(key: str, count: int) -> Any:
-        return table.numbers(key, count) if table.has(key) else None
-
-    shape = Shape(
-        feed_forward=table.take("feed_forward", int, 0),
-        heads=table.numbers("heads", 3),
-        delta=numbers("delta", 2),
-        experts=numbers("experts", 3),
-        vocabulary=table.take("vocabulary", int),
-        context=table.take("context", int),
-        tied=table.take("tied", bool, False),
-        draft=numbers("draft", 2),
-    )
-    table.finish()
-    return shape
-
-
-def _pair(table: "_Table") -> Pair:
-    return Pair(PACKAGE / table.take("target", str), PACKAGE / table.take("draft", str))
-
-
-def _sampling(table: "_Table") -> Sampling:
-    sampling = Sampling(
-        temperature=table.take("temperature", float),
-        top_p=table.take("top_p", float),
-        top_k=table.take("top_k", int),
-        presence_penalty=table.take("presence_penalty", float),
-    )
-    table.finish()
-    return sampling
-
-
-class _Table:
-    """Values of a card, each taken once; `finish` refuses those that are left."""
-
-    def __init__(self, source: str, values: Mapping[str, Any]):
-        self._source = source
-        self._values = dict(values)
-
-    def has(self, key: str) -> bool:
-        return key in self._values
-
-    def take(self, key: str, kind: type, default: Any = None) -> Any:
-        value = self._values.pop(key, default)
-        if type(value) is not kind or (kind is list and any(type(each) is not str for each in value)):
-            expected = "a list of strings" if kind is list else f"a value of type {kind.__name__}"
-            raise ModelFileError(f"{self._source}: {key} is {value!r}, needed {expected}")
-        return value
-
-    def numbers(self, key: str, count: int) -> Any:
-        """Return a tuple of `count` whole numbers."""
-        value = self._values.pop(key, None)
-        if type(value) is not list or len(value) != count or any(type(each) is not int for each in value):
-            raise ModelFileError(f"{self._source}: {key} is {value!r}, needed {count} whole numbers")
-        return tuple(value)
-
-    def name(self, key: str) -> str:
-        value = self.take(key, str)
-        if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", value):
-            raise ModelFileError(f"{self._source}: {key} is {value!r}, needed letters, digits, dots, hyphens")
-        return value
-
-    def table(self, key: str) -> "_Table":
-        return _Table(f"{self._source}: {key}", self.take(key, dict))
-
-    def repo(self, key: str) -> RepoName:
-        value = self.take(key, str)
-        name = parse_repo(value)
-        if name is None:
-            raise ModelFileError(f"{self._source}: {key} is {value!r}, needed USER/REPO[:QUANT]")
-        return name
-
-    def finish(self) -> None:
-        if self._values:
-            raise ModelFileError(f"{self._source}: {', '.join(self._values)} is not a field of a card")
+def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}

@@ -52,6 +52,7 @@ OPT_IN_FORMATS: tuple[str, str] = ("tq3_0", "tq3_0")  # only on request
 DEFAULT_CTX = {"cpu": 32768, "cuda": 262144}
 _PREFERRED_CTX = 32768  # a context shorter than this is lengthened by formats with fewer bits
 _MIN_CTX = 256
+_SHORTER = tuple(_PREFERRED_CTX >> n for n in range(8))  # down to the shortest
 _CHUNK_SHARE = 0.03  # of the memory, for a chunk of a prompt that is larger than the ordinary one
 _ORDINARY_CHUNK = 2048  # tokens
 _SMALL = 32 << 20  # bytes of weights: such a model is fast in any way
@@ -247,11 +248,8 @@ class MemoryPlanner:
             return self._plan(formats, options, context, self._reason(formats))
         if self.config.max_ctx is None:
             smallest_precise = replace(precise, candidates=precise.candidates[-1:])
-            for planner, least in (
-                (smallest_precise, _PREFERRED_CTX),
-                (self, _PREFERRED_CTX),
-                (self, _MIN_CTX),
-            ):
+            rest = ((self, least) for least in _SHORTER)
+            for planner, least in ((smallest_precise, _PREFERRED_CTX), *rest):
                 if least < context and (fit := planner._best_fit(least)) is not None:
                     formats, options = fit
                     longest = min(planner._longest(formats, options), context)

@@ -10,8 +10,8 @@ from torch import Tensor
 from bough.errors import UnsupportedModel, UsageError
 from bough.gguf.quants import check_decodable
 from bough.gguf.reader import GGUFFile
-from bough.kernels.causal_conv import conv_index
-from bough.kernels.delta_rule import tree_order
+from bough.kernels.causal_conv import ConvRows, conv_index
+from bough.kernels.delta_rule import DeltaRows, tree_order
 from bough.kernels.norm_rope import add_rms_norm, rope_angles
 from bough.kernels.quant_matmul import ROW_BLOCK, Layout, PackedRows, Unfinished
 from bough.kernels.slot_mapping import SlotMapping, slot_mapping
@@ -22,7 +22,9 @@ from bough.models.layers import (
     ForwardContext,
     GatedDelta,
     Mixer,
+    Norm,
     by_sequence,
+    in_stream,
     takes_packed,
 )
 from bough.models.measure import MeasuringLoader, measured, weight_loader
@@ -92,26 +94,23 @@ class Block:
 
     def __init__(self, spec: ModelSpec, loader: WeightLoader, index: int):
         block = f"blk.{index}"
-        self._eps = spec.eps
-        self._mixer_norm = loader.vector(f"{block}.attn_norm.weight", spec.width)
+        mixer_norm = loader.vector(f"{block}.attn_norm.weight", spec.width)
         kind = Attention if spec.layers[index] == "attention" else GatedDelta
         self._mixer: Mixer = kind(spec, loader, block)
-        self._ffn_norm = loader.vector(f"{block}.{spec.family.feed_forward_norm}.weight", spec.width)
+        ffn_norm = loader.vector(f"{block}.{spec.family.feed_forward_norm}.weight", spec.width)
         self._ffn: FeedForward | Experts
         if spec.experts is not None:
             self._ffn = Experts(spec, loader, block)
         else:
             self._ffn = FeedForward(loader, block, width=spec.width, inner=spec.feed_forward)
+        self.norm = Norm(mixer_norm, spec.eps, self._mixer.takes_packed)
+        self._ffn_norm = Norm(ffn_norm, spec.eps, self._ffn.takes_packed)
+        self._mixer.fused = self._ffn_norm.pack
 
     @property
     def routed(self) -> Sequence[Any]:
         """Return the matrices of routed experts."""
         return self._ffn.routed if isinstance(self._ffn, Experts) else ()
-
-    @property
-    def takes_packed(self) -> bool:
-        """Return whether the first norm packs its rows, and so can reduce partial sums."""
-        return self._mixer.takes_packed
 
     def __call__(
         self,
@@ -120,22 +119,18 @@ class Block:
         context: ForwardContext,
         buffers: AttentionBuffers | DeltaBuffers,
         *,
-        partial_sums: bool,
+        fused: bool,
     ) -> tuple[Tensor, Tensor, Tensor | Unfinished]:
         """Return the residual stream before and within the block, and the block's output, to be added to it.
 
         x [B, T, width] and `add`, the previous block's output, are the residual stream before this block.
-        Additions are fused with the following norm. `partial_sums`: the next norm can reduce partial sums.
+        `fused`: the next norm packs its rows, and can complete the output.
         """
-        pack, pack_ffn = self.takes_packed, self._ffn.takes_packed
-        residual, h = add_rms_norm(x, add, self._mixer_norm, self._eps, pack=pack)
-        mixed = self._mixer(h, context, buffers, partial_sums=pack_ffn)
-        x, h = add_rms_norm(residual, mixed, self._ffn_norm, self._eps, pack=pack_ffn)
-        if partial_sums and isinstance(self._ffn, FeedForward) and isinstance(h, PackedRows):
-            out = self._ffn.partial_sums(h)
-        else:
-            out = self._ffn(h)
-        return residual, x, out if isinstance(out, Unfinished) else out.view_as(x)
+        residual, rows = self.norm(x, add)
+        mixed = self._mixer(rows, context, buffers)
+        x, rows = self._ffn_norm(residual, mixed)
+        out = self._ffn.unfinished(rows) if fused else self._ffn(rows)
+        return residual, x, in_stream(out, context.batch)
 
 
 class Decoder:
@@ -276,8 +271,8 @@ class Decoder:
         copies = []
         for index, block in enumerate(self._blocks):
             last = index + 1 == len(self._blocks)
-            partial_sums = pack if last else self._blocks[index + 1].takes_packed
-            residual, x, add = block(x, add, context, buffers().layers[index], partial_sums=partial_sums)
+            fused = pack if last else self._blocks[index + 1].norm.pack
+            residual, x, add = block(x, add, context, buffers().layers[index], fused=fused)
             copies += [(part, residual) for tap, part in zip(taps, parts, strict=True) if tap == index - 1]
             # A chunk's streams are large; a tree's are copied at the end, off the critical path.
             if step.is_chunk:
@@ -298,14 +293,17 @@ class Decoder:
         tables = (buffers.lengths, buffers.page_table, buffers.pending.path, buffers.pending.count)
         ragged = {"first": step.first, "spare_page": buffers.spare_page}
         mapping = slot_mapping(step.slots, *tables, rows=step.rows, page=page, **ragged)
-        pending, index, order = _pending(mapping), None, None
+        pending, conv, delta = _pending(mapping), None, None
         if self.spec.delta is not None:
             parents = step.tokens[:, :0] if step.parents is None else step.parents
             tree, width = step.ancestors, self.spec.delta.conv_width
             if step.first is not None and tree is not None:
                 parents, tree = parents[0], tree[0]
             index = conv_index(parents, width, pending.count, pending.path.shape[1], step.first)
-            order = None if tree is None else tree_order(tree, step.first, step.most)
+            conv = ConvRows(step.slots, pending.path, pending.count, index, step.first)
+            if tree is not None:
+                order = tree_order(tree, step.first, step.most)
+                delta = DeltaRows(step.slots, pending.count, order, step.first, step.most)
         return ForwardContext(
             batch=len(step.tokens),
             slots=step.slots,
@@ -313,9 +311,8 @@ class Decoder:
             sin=sin,
             ancestors=step.ancestors,
             first=step.first,
-            most=step.most,
-            conv_index=index,
-            tree_order=order,
+            conv=conv,
+            delta=delta,
             page_table=mapping.page_table,
             lengths=mapping.lengths,
             pages=mapping.pages,

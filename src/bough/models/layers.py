@@ -1,8 +1,7 @@
 """The layers of a decoder block: attention, Gated DeltaNet, feed-forward, experts. They own no state."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any, Protocol
 
 import torch
@@ -10,11 +9,11 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from bough.kernels.attention import chunk_attention, paged_attention
-from bough.kernels.causal_conv import chunk_heads, tree_conv
-from bough.kernels.delta_rule import fold_path, slot_delta, tree_delta
+from bough.kernels.causal_conv import ConvRows, ConvWeights, chunk_heads, tree_conv
+from bough.kernels.delta_rule import DeltaRows, fold_path, slot_delta, tree_delta
 from bough.kernels.experts import ExpertStack, combine, expert_matmul, route_rows
 from bough.kernels.experts import reference as plain_experts
-from bough.kernels.norm_rope import cache_heads, gated_rms_norm, silu_mul, silu_rows
+from bough.kernels.norm_rope import add_rms_norm, cache_heads, gated_rms_norm, silu_mul, silu_rows
 from bough.kernels.quant_matmul import PackedRows, PackedWeight, Unfinished, pack_rows
 from bough.models.spec import ModelSpec
 from bough.models.step import AttentionBuffers, DeltaBuffers, Pending
@@ -31,9 +30,8 @@ class ForwardContext:
     sin: Tensor
     ancestors: Tensor | None  # [B, T] bits, for a tree; None for a chunk
     first: Tensor | None  # [S + 1] first row of each sequence, for ragged rows
-    most: int  # rows of a tree, at most
-    conv_index: Tensor | None  # [B, P + T, conv width] for delta layers; a chunk has no tree rows
-    tree_order: Tensor | None  # [B, T] visits of a tree's rows, for delta layers; [T] of ragged rows
+    conv: ConvRows | None  # for delta layers, where a chunk has no tree rows
+    delta: DeltaRows | None  # the same of a tree
     page_table: Tensor  # [S, P]
     lengths: Tensor  # [S]
     pages: Tensor  # [B * T] slot mapping of the rows in the KV cache: the page,
@@ -53,18 +51,37 @@ def takes_packed(*users: Matrix | Projections) -> bool:
     return len(tiles) == len(matrices) and tiles[0].data.is_cuda
 
 
-def by_sequence(parts: tuple[Tensor, ...], batch: int) -> list[Tensor]:
+def by_sequence(parts: Iterable[Tensor], batch: int) -> list[Tensor]:
     """Return outputs of packed rows, [B * T, N], as [B, T, N]; others have that shape already."""
     return [part if part.ndim > 2 else part.unflatten(0, (batch, -1)) for part in parts]
+
+
+def in_stream(out: Tensor | Unfinished, batch: int) -> Tensor | Unfinished:
+    """Return a layer's output as the norm takes it that adds it to the residual stream."""
+    return out if isinstance(out, Unfinished) else by_sequence([out], batch)[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """The norm of the residual stream, fused with the addition before it."""
+
+    weight: Tensor
+    eps: float
+    pack: bool  # matmuls with tiles read its rows; it can complete what the layer before left unfinished
+
+    def __call__(self, x: Tensor, add: Tensor | Unfinished | None) -> tuple[Tensor, Tensor | PackedRows]:
+        """Return the stream x [B, T, width] plus `add`, and its norm."""
+        return add_rms_norm(x, add, self.weight, self.eps, pack=self.pack)
 
 
 class Mixer(Protocol):
     """A layer that mixes tokens; `buffers` are those of its kind."""
 
     takes_packed: bool
+    fused: bool  # the next norm completes its output
 
     def __call__(
-        self, x: Tensor | PackedRows, context: ForwardContext, buffers: Any, *, partial_sums: bool = False
+        self, x: Tensor | PackedRows, context: ForwardContext, buffers: Any
     ) -> Tensor | Unfinished: ...
 
 
@@ -78,6 +95,7 @@ class Attention:
         names = [f"{block}.attn_{part}.weight" for part in "qkv"]
         self._qkv = loader.projections(names, [query, kv, kv], width)
         self._out = loader.projections([f"{block}.attn_output.weight"], [width], spec.heads * spec.head_dim)
+        self.fused = False
         self.takes_packed, self._out_takes_packed = takes_packed(self._qkv), takes_packed(self._out)
         self._norms: list[Tensor | None] = [None, None]
         if spec.family.query_key_norm:
@@ -88,10 +106,8 @@ class Attention:
         x: Tensor | PackedRows,
         context: ForwardContext,
         buffers: AttentionBuffers,
-        *,
-        partial_sums: bool = False,
     ) -> Tensor | Unfinished:
-        """Return [B, T, width] of normed x [B, T, width]; with `partial_sums`, as such where possible."""
+        """Return [B, T, width] of normed x [B, T, width]."""
         spec = self._spec
         q, k, v = by_sequence(self._qkv(x), context.batch)
         gate = None
@@ -100,11 +116,11 @@ class Attention:
         else:
             q = q.unflatten(-1, (spec.heads, spec.head_dim))
         k, v = (part.unflatten(-1, (spec.kv_heads, spec.head_dim)) for part in (k, v))
-        options = {"cos": context.cos, "sin": context.sin, "interleaved": spec.family.rope_interleaved}
         # Rows are read back from the KV cache, so that a tree's row and a committed token give equal results.
         keys, values = buffers.keys, buffers.values
-        cache = {"keys": keys, "values": values, "pages": context.pages, "offsets": context.offsets}
-        q = cache_heads(q, k, v, self._norms, spec.eps, **options, **cache)
+        cache: dict[str, Any] = {"keys": keys, "values": values, "pages": context.pages}
+        cache |= {"offsets": context.offsets, "interleaved": spec.family.rope_interleaved}
+        q = cache_heads(q, k, v, self._norms, spec.eps, context.cos, context.sin, **cache)
         tables = (context.page_table, context.lengths)
         if context.ancestors is None:
             out = chunk_attention(q, keys, values, *tables, span=context.span, gate=gate)
@@ -112,10 +128,9 @@ class Attention:
             tree = (context.ancestors, context.first)
             out = paged_attention(q, keys, values, *tables, *tree, window=context.window, gate=gate)
         out = out.flatten(-2)
-        if not (partial_sums and self._out_takes_packed):
+        if not (self.fused and self._out_takes_packed):
             return self._out(out)[0]
-        sums = self._out.partial_sums(pack_rows(out.flatten(0, 1)))[0]
-        return sums if isinstance(sums, Unfinished) else by_sequence((sums,), context.batch)[0]
+        return in_stream(self._out.partial_sums(pack_rows(out.flatten(0, 1)))[0], context.batch)
 
 
 class GatedDelta:
@@ -129,10 +144,14 @@ class GatedDelta:
         names = [f"{block}.{part}.weight" for part in ("attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha")]
         self._in = loader.projections(names, [delta.channels, delta.inner, heads, heads], spec.width)
         self._out = loader.matrix(f"{block}.ssm_out.weight", spec.width, delta.inner)
-        self._conv = loader.vector(f"{block}.ssm_conv1d.weight", delta.channels, delta.conv_width)
-        self._decay = loader.vector(f"{block}.ssm_a", heads)
-        self._time_bias = loader.vector(f"{block}.ssm_dt.bias", heads)
+        self._conv = ConvWeights(
+            loader.vector(f"{block}.ssm_conv1d.weight", delta.channels, delta.conv_width),
+            loader.vector(f"{block}.ssm_a", heads),
+            loader.vector(f"{block}.ssm_dt.bias", heads),
+            delta.key_heads,
+        )
         self._norm = loader.vector(f"{block}.ssm_norm.weight", delta.head_dim)
+        self.fused = False
         self.takes_packed, self._out_takes_packed = takes_packed(self._in), takes_packed(self._out)
 
     def __call__(
@@ -140,64 +159,23 @@ class GatedDelta:
         x: Tensor | PackedRows,
         context: ForwardContext,
         buffers: DeltaBuffers,
-        *,
-        partial_sums: bool = False,
     ) -> Tensor | Unfinished:
-        """Return [B, T, width] of normed x [B, T, width]; with `partial_sums`, as such where possible."""
+        """Return [B, T, width] of normed x [B, T, width]."""
         batch = context.batch
         inputs, gate, beta, alpha = by_sequence(self._in(x), batch)
-        out = (self._chunk if context.ancestors is None else self._tree)(
-            inputs, alpha, beta, context, buffers
-        )
-        pack = self._out_takes_packed
-        h = gated_rms_norm(out, gate, self._norm, self._eps, pack=pack)
-        sums = self._out.partial_sums(h) if partial_sums else self._out(h)
-        return sums if isinstance(sums, Unfinished) else by_sequence((sums,), batch)[0]
-
-    def _tree(
-        self, inputs: Tensor, alpha: Tensor, beta: Tensor, context: ForwardContext, buffers: DeltaBuffers
-    ) -> Tensor:
-        assert context.conv_index is not None and context.tree_order is not None
-        if context.first is not None:
-            inputs, alpha, beta = inputs[0], alpha[0], beta[0]
-        rows = tree_conv(
-            inputs,
-            alpha,
-            beta,
-            self._conv,
-            self._decay,
-            self._time_bias,
-            window=buffers.window,
-            tree_inputs=buffers.tree_inputs,
-            tree_gates=buffers.tree_gates,
-            slots=context.slots,
-            path=context.pending.path,
-            count=context.pending.count,
-            index=context.conv_index,
-            key_heads=self._delta.key_heads,
-            first=context.first,
-        )
-        out = tree_delta(
-            *rows,
-            buffers.state,
-            slots=context.slots,
-            count=context.pending.count,
-            order=context.tree_order,
-            first=context.first,
-            most=context.most,
-        )
-        return out if context.first is None else out[None]
-
-    def _chunk(
-        self, inputs: Tensor, alpha: Tensor, beta: Tensor, context: ForwardContext, buffers: DeltaBuffers
-    ) -> Tensor:
-        slots, pending = context.slots, context.pending
-        rest: dict[str, Any] = {"window": buffers.window, "tree_inputs": buffers.tree_inputs, "slots": slots}
-        rest |= {"path": pending.path, "count": pending.count, "key_heads": self._delta.key_heads}
-        saved: dict[str, Any] = {"tree_gates": buffers.tree_gates, "index": context.conv_index}
-        fold_path(buffers.state, self._conv, **saved, **rest)
-        rows = chunk_heads(inputs, alpha, beta, self._conv, self._decay, self._time_bias, **rest)
-        return slot_delta(*rows, buffers.state, slots=slots)
+        rows = (inputs, alpha, beta) if context.first is None else (inputs[0], alpha[0], beta[0])
+        assert context.conv is not None
+        if context.delta is not None:
+            out = tree_delta(
+                tree_conv(*rows, self._conv, buffers, context.conv), buffers.state, context.delta
+            )
+            out = out.view(batch, -1, *out.shape[-2:])
+        else:
+            fold_path(self._conv, buffers, context.conv)
+            heads = chunk_heads(*rows, self._conv, buffers, context.conv)
+            out = slot_delta(heads, buffers.state, context.slots)
+        h = gated_rms_norm(out, gate, self._norm, self._eps, pack=self._out_takes_packed)
+        return in_stream(self._out.partial_sums(h) if self.fused else self._out(h), batch)
 
 
 class FeedForward:
@@ -212,13 +190,13 @@ class FeedForward:
     def __call__(self, x: Tensor | PackedRows) -> Tensor:
         """Return [..., width] of x [..., width], or [M, width] of packed rows [M, width]."""
         shape = (x.rows,) if isinstance(x, PackedRows) else x.shape[:-1]
-        return self._out(self._activated(x, prod(shape))).view(*shape, -1)
+        return self._out(self._activated(x)).view(*shape, -1)
 
-    def partial_sums(self, x: PackedRows) -> Tensor | Unfinished:
-        """Return the same, as partial sums where the kernels can leave them."""
-        return self._out.partial_sums(self._activated(x, x.rows))
+    def unfinished(self, x: Tensor | PackedRows) -> Tensor | Unfinished:
+        """Return the same for a norm that completes it, where the kernels can leave it unfinished."""
+        return self._out.partial_sums(self._activated(x)) if isinstance(x, PackedRows) else self(x)
 
-    def _activated(self, x: Tensor | PackedRows, rows: int) -> Tensor | PackedRows:
+    def _activated(self, x: Tensor | PackedRows) -> Tensor | PackedRows:
         pack = self._out_takes_packed
         gate, up = self._in.partial_sums(x) if pack else self._in(x)
         return silu_mul(gate, up, pack=pack)
@@ -254,6 +232,8 @@ class Experts:
         assert isinstance(x, Tensor), "packed rows for a router"
         flat = x.flatten(0, -2)
         return (self._grouped if isinstance(self._down, ExpertStack) else self._by_expert)(flat).view_as(x)
+
+    unfinished = __call__  # its sum needs no norm
 
     def _grouped(self, x: Tensor) -> Tensor:
         """Multiply with all chosen experts at once; no host/device synchronisation."""

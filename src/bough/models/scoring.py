@@ -186,7 +186,7 @@ class ScoringDecoder(Decoder):
         x, add = self.embed(step.tokens), None
         angles, masses = (context.cos, context.sin), []
         for index, (block, layer) in enumerate(zip(self._blocks, buffers.layers, strict=False)):
-            before, x, add = block(x, add, context, layer, partial_sums=False)
+            before, x, add = block(x, add, context, layer, fused=False)
             if index in self._scoring:
                 masses.append(self._scoring[index](before, *angles, queries=queries))
         assert isinstance(add, Tensor), "no partial sums were asked for"

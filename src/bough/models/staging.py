@@ -65,7 +65,7 @@ class StagedReader:
         self._changed = threading.Condition()
         # Buffers that may be written, some of them once the GPU has passed an event.
         self._free: deque[tuple[Tensor, torch.cuda.Event | None]] = deque(
-            (torch.empty(size, dtype=torch.uint8, pin_memory=self._on_gpu), None) for _ in range(count)
+            (_host_buffer(size, pinned=self._on_gpu), None) for _ in range(count)
         )
         self._read: dict[int, Tensor] = {}  # by number of the block
         self._next, self._stopped = 0, False
@@ -152,6 +152,14 @@ class StagedReader:
         for part in block:
             self._source.read_into(part.name, part.start, view[at : at + part.size])
             at += part.size
+
+
+def _host_buffer(size: int, *, pinned: bool) -> Tensor:
+    """Return host memory, pinned where that is possible: WSL2 limits how much is, and copies are slower."""
+    try:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+    except RuntimeError:
+        return torch.empty(size, dtype=torch.uint8)
 
 
 def _blocks(sizes: Sequence[tuple[str, int]], most: int) -> list[list[_Segment]]:

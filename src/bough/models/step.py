@@ -12,6 +12,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from bough.kernels.causal_conv import DeltaBuffers
 from bough.kernels.kv_cache.format import HeadPool
 from bough.kernels.quant_matmul import BUCKETS
 from bough.kernels.sampling import RowOwners
@@ -120,16 +121,6 @@ def visibility(parents: Tensor) -> Tensor:
 class AttentionBuffers:
     keys: HeadPool  # [pages, KV, page, row], after norm and rope
     values: HeadPool
-
-
-@dataclass(frozen=True, slots=True)
-class DeltaBuffers:
-    """The committed state of a Gated DeltaNet layer, and what the rows of the last tree stored."""
-
-    state: Tensor  # [slots, value heads, d, d] float32, row = key index
-    window: Tensor  # [slots, conv width - 1, channels]: the newest inputs of the convolution, oldest first
-    tree_inputs: Tensor  # [slots, rows, channels]: convolution inputs of the rows
-    tree_gates: Tensor  # [slots, rows, 2, value heads] float32: log decay and beta of the rows
 
 
 @dataclass(frozen=True, slots=True)

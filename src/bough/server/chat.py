@@ -186,8 +186,8 @@ class ChatWriter:
 
     def _delta(self, index: int, piece: SessionEvent) -> bytes:
         match piece:
-            case Text(text, found):
-                return self._chunk(index, {"content": text}, logprobs=self._logprobs(found))
+            case Text(text, logprobs):
+                return self._chunk(index, {"content": text}, logprobs=self._logprobs(logprobs))
             case Reasoning(text):
                 return self._chunk(index, {"reasoning_content": text})
             case ToolCall(at, id, name):

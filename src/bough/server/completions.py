@@ -99,8 +99,8 @@ class CompletionWriter:
             piece = Text(piece.text, piece.logprobs)
         output.add(piece)
         match piece:
-            case Text(text, found):
-                return begin + self._chunk(index, text, logprobs=self._logprobs(index, found))
+            case Text(text, logprobs):
+                return begin + self._chunk(index, text, logprobs=self._logprobs(index, logprobs))
             case Finished(reason=reason, stats=stats):
                 timings = outputs.timings(stats) if self._timings_wanted else None
                 return begin + self._chunk(index, "", reason=reason, timings=timings)

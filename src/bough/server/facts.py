@@ -45,7 +45,7 @@ def _proposer(session: Session, config: EngineConfig) -> str:
         return "nothing"
     if config.draft is not None:
         return "draft"
-    return "mtp" if session.engine.drafter.taps else "lookup"
+    return "mtp" if session.engine.drafter.features.taps else "lookup"
 
 
 def model_facts(session: Session, path: Path, config: EngineConfig) -> Mapping[str, Any]:
@@ -66,7 +66,7 @@ def model_facts(session: Session, path: Path, config: EngineConfig) -> Mapping[s
         "approximate": session.engine.approximate,
         "draft": config.draft.path.name if config.draft else None,
         "proposes": _proposer(session, config),
-        "warnings": session.engine.drafter.warnings(-1),
+        "warnings": session.engine.drafter.notes(-1).warnings,
         "budget": config.speculation.budget if config.speculation else 0,
         "prefix_cache": dataclasses.asdict(session.engine.prefixes.usage),
         "compress": config.compress.mode,

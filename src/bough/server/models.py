@@ -17,7 +17,8 @@ from bough.errors import ModelNotFound, QueueFull, ResourceError, Unavailable
 from bough.server.service import Facts, Service
 from bough.server.sse import unless_gone
 from bough.session.reader import RequestReader
-from bough.session.worker import Loader, TextSession, Worker
+from bough.session.session import Session
+from bough.session.worker import Loader, Worker
 
 log = logging.getLogger(__name__)
 
@@ -249,7 +250,7 @@ class Models:
 def _isolated(load: Loader) -> Loader:
     """Return what loads a session that compiles clients' grammars in processes of their own."""
 
-    def loaded(progress: Callable[[int, int], None]) -> TextSession:
+    def loaded(progress: Callable[[int, int], None]) -> Session:
         session = load(progress)
         if isinstance(session, RequestReader):
             session.isolate_grammars()

@@ -17,8 +17,9 @@ from bough.server.options import Thinking
 from bough.server.schemas import Object, OllamaBody, OllamaChatBody, OllamaGenerateBody
 from bough.server.service import Service
 from bough.session.collected import GeneratedOutput
+from bough.session.reader import RequestReader
 from bough.session.requests import Finished, Grammar, Infill, Reasoning, SessionEvent, Text, TextRequest
-from bough.session.worker import Job, State, TextReader
+from bough.session.worker import Job, State
 
 LINES = "application/x-ndjson"
 NEVER = "2318-01-01T00:00:00Z"  # a model stays until another needs its place
@@ -250,7 +251,7 @@ class About:
         }
 
 
-def _template(session: TextReader) -> str:
+def _template(session: RequestReader) -> str:
     """Return the chat template; editors look for .Suffix in it before they ask for the text of a gap."""
     gap = "{#- .Suffix: the text after a gap -#}" if session.tokenizer.infill is not None else ""
     return session.template.source + gap

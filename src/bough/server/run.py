@@ -179,7 +179,7 @@ def line(job: Job, result: RequestResult) -> str:
         f"{stats.generated_tokens} tok",
         f"{stats.decode_tok_s:.1f} tok/s" if stats.decode_tok_s else "",
         f"TTFT {stats.ttft_s:.2f} s" if stats.ttft_s else "",
-        f"accept {stats.acceptance_length:.2f}/step" if stats.steps else "",
+        f"accept {stats.acceptance_length:.2f}/step{stats.proposers}" if stats.steps else "",
         f"waited {result.waited_s:.1f} s" if result.waited_s >= 0.1 else "",
         result.finished.reason,
         *stats.notes,

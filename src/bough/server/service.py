@@ -19,8 +19,9 @@ from bough.server.checks import Checks
 from bough.server.failures import Failure, failure_of
 from bough.server.options import Thinking
 from bough.server.sse import KEEP_ALIVE_S, EventStream, unless_gone
+from bough.session.reader import RequestReader
 from bough.session.requests import Finished, Progress, SessionEvent, TextRequest
-from bough.session.worker import IndexedEvent, Job, TextReader, Worker, stopping
+from bough.session.worker import IndexedEvent, Job, Worker, stopping
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ class Service:
     checks: Checks = field(default_factory=Checks)
 
     @property
-    def session(self) -> TextReader:
+    def session(self) -> RequestReader:
         return self.worker.session
 
     def facts(self) -> Mapping[str, Any]:
@@ -192,7 +193,7 @@ def _until_gone() -> Generator[threading.Event]:
         gone.set()
 
 
-def _checked_requests(session: TextReader, requests: list[TextRequest]) -> list[TextRequest]:
+def _checked_requests(session: RequestReader, requests: list[TextRequest]) -> list[TextRequest]:
     """Return the requests with their prompts encoded, once for the choices of one prompt."""
     checked: list[TextRequest] = []
     for request in requests:

@@ -17,11 +17,13 @@ from bough.models.measure import MeasuringLoader
 from bough.models.mtp import MTPBlock
 from bough.models.step import SIZES
 from bough.prefix_cache.cache import PrefixCacheConfig
-from bough.spec.dflash import DFlashModel, DraftModel
+from bough.spec.costs import StepCosts
+from bough.spec.dflash import DFlashModel
+from bough.spec.draft_model import DraftModel
 from bough.spec.drafter import Drafter, NoDrafter
 from bough.spec.mixed import MixedModel
 from bough.spec.mtp import MTPModel
-from bough.spec.policy import EAGER_SIZES, StepCosts
+from bough.spec.policy import EAGER_SIZES
 from bough.spec.speculator import Speculator
 from bough.state.draft_ring import draft_buffers, mtp_buffers
 from bough.state.sequences import CacheConfig
@@ -144,7 +146,7 @@ def rehearse(file: GGUFFile, config: EngineConfig, plan: MemoryPlan, device: tor
             mtp = mtp_model(MTPBlock(spec, MeasuringLoader(file, tiles=True), device), target, plan)
             model = mtp if model is None else MixedModel(model, mtp, width=spec.width)
         drafter = speculator(model, config.speculation, StepCosts(), device)
-    build_engine(config, plan, target, drafter).rehearse()
+    build_engine(config, plan, target, drafter).warmup.rehearse()
 
 
 def _facts(file: GGUFFile, config: EngineConfig, plan: MemoryPlan) -> str:

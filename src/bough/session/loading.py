@@ -16,7 +16,6 @@ from bough.engine.runner import StepTimes
 from bough.engine.sequence import Limits
 from bough.errors import BadGGUF, UsageError
 from bough.gguf.reader import GGUFFile
-from bough.hub.catalog import ModelCard, recognise
 from bough.hub.recommended import recommended
 from bough.kernels.native import INT8, INT16, Library
 from bough.kernels.runtime import backends
@@ -45,17 +44,18 @@ from bough.prefix_cache.files import SnapshotFiles, identity
 from bough.session.attention_scorer import AttentionScorer
 from bough.session.building import build_engine, compile_ahead, draft_model, mtp_model, speculator
 from bough.session.compression import Compression, Elsewhere
+from bough.session.pairing import card_of
 from bough.session.phases import Phases
 from bough.session.reader import RequestReader
 from bough.session.session import Session
 from bough.session.threads import checked_threads, torch_threads
 from bough.session.vectors import Vectors, vector_config
 from bough.spec.cost_file import CostFile
-from bough.spec.dflash import DraftModel
+from bough.spec.costs import StepCosts
+from bough.spec.draft_model import DraftModel
 from bough.spec.drafter import Drafter, NoDrafter
 from bough.spec.mixed import MixedModel
 from bough.spec.mtp import MTPModel
-from bough.spec.policy import StepCosts
 from bough.state.draft_ring import DEFAULT_CONTEXT
 from bough.text.template import ChatTemplate
 from bough.text.tokenizer import Tokenizer
@@ -109,7 +109,7 @@ def _loaded(
         spec = ModelSpec.from_gguf(file)
         vector_spec = VectorSpec.from_gguf(file, spec.width)
         config = config if vector_spec is None else vector_config(config)
-        advice = recommended(_card_of(file, spec), file.metadata)
+        advice = recommended(card_of(file), file.metadata)
         tokenizer, template = _text_of(file, spec, config.effort or advice.effort)
         # Before memory is planned: the target gets what the scorer leaves.
         scorer = _scorer(config, device, tokenizer)
@@ -135,8 +135,8 @@ def _loaded(
             engine = build_engine(config, plan, target, drafter, prefix_cache)
             vectors = None if vector_spec is None else Vectors(engine, file, vector_spec, tokenizer)
     if device.type == "cuda" and graphs and vectors is None:
-        engine.capture(warming)
-        times = engine.measure_steps()
+        engine.warmup.capture(warming)
+        times = engine.warmup.measure_steps()
         costs.fill({rows: each.verify_s for rows, each in times.items()}, _draft_seconds(drafter, times))
         phases.end("capturing")
     elif device.type == "cpu" and config.speculation is not None:
@@ -197,7 +197,7 @@ def load_reader(path: Path, config: EngineConfig, limits: Limits) -> RequestRead
     """Load what encodes and checks requests for an engine in another process."""
     with GGUFFile.open(path) as file:
         spec = ModelSpec.from_gguf(file)
-        advice = recommended(_card_of(file, spec), file.metadata)
+        advice = recommended(card_of(file), file.metadata)
         tokenizer, template = _text_of(file, spec, config.effort or advice.effort)
         scorer = WordScorer() if config.compress.scorer is None else Elsewhere()
         return RequestReader(
@@ -262,11 +262,6 @@ def _text_of(file: GGUFFile, spec: ModelSpec, effort: str) -> tuple[Tokenizer, C
             f"needed {spec.vocab_size}, the rows of token_embd.weight"
         )
     return tokenizer, ChatTemplate.from_metadata(file.metadata, source=source, effort=effort or None)
-
-
-def _card_of(file: GGUFFile, spec: ModelSpec) -> ModelCard | None:
-    names = [spec.name, file.path.stem]
-    return recognise(names, architecture=spec.architecture, width=spec.width, layers=len(spec.layers))
 
 
 def _empty_cache(device: torch.device) -> None:
@@ -334,14 +329,14 @@ def _draft(config: DraftConfig, target: Target, plan: MemoryPlan) -> DFlashDraft
 def _measure(engine: Engine, costs: StepCosts, drafter: Drafter) -> None:
     """Measure on a CPU what earlier runs have not, so that it is not found out on the user's text."""
     if not {1, engine.max_rows} <= costs.step.keys():
-        costs.fill({rows: each.verify_cost for rows, each in engine.measure_steps().items()}, 0.0)
-    if drafter.taps and not costs.draft_call():
-        costs.fill({}, engine.measure_draft())
+        costs.fill({rows: each.verify_cost for rows, each in engine.warmup.measure_steps().items()}, 0.0)
+    if drafter.features.taps and not costs.draft_call():
+        costs.fill({}, engine.warmup.measure_draft())
 
 
 def _draft_seconds(drafter: Drafter, times: Mapping[int, StepTimes]) -> float:
     """Return what a draft call takes; 0 without a draft model."""
-    return min((each.draft_s for each in times.values()), default=0.0) if drafter.taps else 0.0
+    return min((each.draft_s for each in times.values()), default=0.0) if drafter.features.taps else 0.0
 
 
 def _computing(config: EngineConfig, plan: MemoryPlan, device: torch.device) -> str:

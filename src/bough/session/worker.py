@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Protocol
 
-from bough.engine.sampler import SamplingParams
 from bough.errors import BoughError, QueueFull, ResourceError, Unavailable
-from bough.models.pooling import VectorSpec
+from bough.session.reader import RequestReader
 from bough.session.requests import Failed, Finished, Progress, SessionEvent, TextRequest
+from bough.session.session import Session
 
 log = logging.getLogger(__name__)
 
@@ -28,43 +28,7 @@ _PAUSE_S = 0.1  # without a request, before idle time is used
 IndexedEvent = tuple[int, SessionEvent]  # index of the job's request, event
 
 
-class TextReader(Protocol):
-    """The part of `RequestReader` that the protocol adapters use."""
-
-    @property
-    def tokenizer(self) -> Any: ...
-    @property
-    def template(self) -> Any: ...
-    @property
-    def max_ctx(self) -> int: ...
-    @property
-    def vector_spec(self) -> VectorSpec | None: ...
-    @property
-    def caches_prefixes(self) -> bool: ...
-    def sampling_for(self, thinking: bool | None, *, raw: bool = False) -> SamplingParams: ...
-    def encode(self, request: TextRequest) -> list[int]: ...
-    def check(self, request: TextRequest) -> TextRequest: ...
-    def scores(self, request: TextRequest) -> bool: ...
-
-
-class TextSession(TextReader, Protocol):
-    """The part of `Session` that the worker uses."""
-
-    @property
-    def parallel(self) -> int: ...
-    @property
-    def running(self) -> int: ...
-    @property
-    def idle(self) -> bool: ...
-    @property
-    def amid_chunk(self) -> bool: ...
-    def begin(self, request: TextRequest, *, beside: Any = None) -> Any: ...
-    def step(self) -> list[tuple[Any, SessionEvent | Failed]]: ...
-    def end(self, generation: Any) -> None: ...
-    def use_idle_time(self) -> bool: ...
-
-
-Loader = Callable[[Callable[[int, int], None]], TextSession]
+Loader = Callable[[Callable[[int, int], None]], Session]
 
 
 class State(StrEnum):
@@ -220,7 +184,7 @@ class Worker(Protocol):
     @property
     def state(self) -> State: ...
     @property
-    def session(self) -> TextReader: ...
+    def session(self) -> RequestReader: ...
     @property
     def waiting(self) -> int: ...
     @property
@@ -259,7 +223,7 @@ class EngineWorker:
         self._turn = contextlib.nullcontext() if turn is None else turn
         self._max_queue = max_queue
         self._notify = ended
-        self._session: TextSession | None = None
+        self._session: Session | None = None
         self._waiting: deque[Job] = deque()  # with requests that have not begun
         self._prefills: deque[Job] = deque()  # for prefill alone
         self._running: dict[Any, _Running] = {}  # by generation
@@ -281,7 +245,7 @@ class EngineWorker:
         self._thread.start()
 
     @property
-    def session(self) -> TextSession:
+    def session(self) -> Session:
         """Return the session; raise Unavailable unless it is ready."""
         if self._session is not None and self.state is State.ready:
             return self._session

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from bough.spec.policy import StepCosts
+from bough.spec.costs import StepCosts
 
 
 class CostFile:

@@ -19,7 +19,7 @@ from bough.models.decoder import Target
 from bough.models.dflash import DFlashDraft
 from bough.models.draft_spec import DraftSpec, default_taps
 from bough.models.step import Step
-from bough.spec.policy import StepCosts
+from bough.spec.costs import StepCosts
 from bough.spec.shares import Shares
 from bough.state.draft_ring import draft_buffers
 from bough.state.sequences import CacheConfig, SequenceStates
@@ -97,6 +97,7 @@ class DraftWatch:
         self.diagnosis = cause and f"{seen}: {cause}"
         return self.diagnosis
 
+    @torch.inference_mode()
     def examine(self, tokens: Sequence[int], seconds: float = _SECONDS) -> str | None:
         """Return what is wrong with the draft, by trying other settings on a text; None: nothing."""
         if self._draft is None or self._target is None:

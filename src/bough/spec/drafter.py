@@ -1,7 +1,7 @@
 """The drafter interface: who proposes the tree of the next step, and what it learns from the outcome."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -78,165 +78,143 @@ class StepOutcome:
         return self.verify_share * self.verify_s
 
 
+@dataclass(frozen=True, slots=True)
+class Features:
+    """What of the target's hidden states a drafter reads, of the committed positions."""
+
+    taps: tuple[int, ...] = ()  # target layers whose outputs they are
+    context_length: int = 0  # how many of the newest positions are needed
+    commit_rows: int = MAX_ROWS  # rows of a path that `commit` adds, at most
+
+
+@dataclass(frozen=True, slots=True)
+class HostPath:
+    """One sequence's accepted path, known on the host."""
+
+    slot: int
+    rows: list[int] | None  # of the step's features; None: all of them
+    tokens: list[int]  # that the rows decided
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePaths:
+    """The accepted paths of a captured step, in static buffers."""
+
+    slots: Tensor  # [S]
+    rows: Tensor  # [S, n] of the step's features, of which the first counts [S] are meant
+    counts: Tensor
+    tokens: Tensor  # [S, n] that the rows decided
+
+
+@dataclass(frozen=True, slots=True)
+class Notes:
+    """What a drafter has to say at a text's end."""
+
+    warnings: list[str] = field(default_factory=list)  # what the user should know, in sentences
+    shares: Shares = field(default_factory=Shares)  # tokens that were accepted of whom
+
+
 class Drafter(Protocol):
     """Proposes for the sequences of the slots. Whatever it proposes, the text stays the target's."""
 
     @property
-    def taps(self) -> tuple[int, ...]:
-        """Target layers whose outputs it reads as features."""
-        ...
-
-    @property
-    def context_length(self) -> int:
-        """How many of the newest positions it needs features of."""
-        ...
+    def features(self) -> Features: ...
 
     def bind(self, rank: Rank) -> list[CapturedFunction]:
-        """Set the sampler's ranking, once; return the functions that can be captured as CUDA graphs."""
+        """Set the sampler's ranking, once; return the draft calls that can be captured as CUDA graphs."""
         ...
 
-    def begin(self, slot: int) -> None:
-        """Start a new sequence."""
+    def open(self, slot: int, tokens: Sequence[int] = (), saved: SavedRings | None = None) -> None:
+        """Start a sequence; it may continue after `tokens`, where its state was saved."""
         ...
 
-    def rehearse(self, slot: int) -> None:
-        """Call the draft once, between requests, to see what that takes."""
+    def prefill(self, slot: int, tokens: list[int], features: Tensor | None) -> None:
+        """Add prompt tokens; features [n, taps * width] of the last n of them; None: `commit` added them."""
         ...
 
-    @property
-    def commit_rows(self) -> int:
-        """Rows of a path that `commit` adds, at most."""
-        ...
+    def draft(self, turns: Sequence[Turn], prompts: Sequence[int] = ()) -> None:
+        """Plan the next step of some sequences and launch the draft for those where it pays.
 
-    def append(self, slot: int, tokens: list[int], features: Tensor) -> None:
-        """Add prompt tokens; features [n, taps * width] of the last n of them."""
-        ...
-
-    def read(self, slot: int, tokens: list[int]) -> None:
-        """Add prompt tokens that a step processed, whose features `commit` has added."""
-        ...
-
-    def commit(self, features: Tensor, rows: Tensor, counts: Tensor, slots: Tensor) -> None:
-        """Add the first counts [S] of each slot's accepted rows [S, n] of features [R, taps * width].
-
-        Part of a captured step: no host/device synchronisation.
+        prompts: rows of each prompt that the step reads, too.
         """
         ...
 
-    def commit_eager(self, slot: int, features: Tensor) -> None:
-        """Add the features [n, taps * width] of an accepted path; may wait until a proposal needs them."""
+    def trees(self, turns: Sequence[Turn], prompts: Sequence[int] = ()) -> list[Tree]:
+        """Return a tree for each sequence of the step, at most MAX_ROWS rows in all.
+
+        Those that were not among the turns of the last `draft` get no draft. The tree of one sequence alone
+        may lie on the device.
+        """
+        ...
+
+    def plan_root(self, slot: int) -> bool:
+        """Return whether the next tree is the root alone whatever this step of one sequence accepts.
+
+        If so that is decided: its forward may be launched before the read-back, and the next turn then has
+        one row at most.
+        """
+        ...
+
+    def commit(self, features: Tensor, paths: Sequence[HostPath] | DevicePaths) -> None:
+        """Add the accepted rows of features [R, taps * width].
+
+        On the device it is part of a captured step, without host/device synchronisation; from the host it
+        may wait until a draft call needs them.
+        """
+        ...
+
+    def observe(self, outcomes: Mapping[int, StepOutcome], prompts: Sequence[int] = ()) -> None:
+        """Learn from a step, by slot; each outcome has the times of the whole step."""
         ...
 
     def rollback(self, slot: int, count: int) -> None:
         """Remove the last `count` rows of the last commit."""
         ...
 
-    def propose(
-        self, slot: int, anchor: int, position: int, max_rows: int, constraint: Constraint | None = None
-    ) -> Tree:
-        """Return a tree below `anchor`, the token at `position`, of at most `max_rows` rows with the root."""
-        ...
-
-    def plan_root(self, slot: int) -> bool:
-        """Return whether the next tree is the root alone whatever this step accepts.
-
-        If so that is decided: its forward may be launched before the read-back, and `propose` is then called
-        with one row at most.
-        """
-        ...
-
-    def observe(self, slot: int, outcome: StepOutcome) -> None:
-        """Learn from a step of one sequence."""
-        ...
-
-    def ask(self, turns: Sequence[Turn]) -> None:
-        """Launch the draft for those of several sequences where it pays; `share` then uses it."""
-        ...
-
-    def share(self, turns: Sequence[Turn], prompts: Sequence[int] = ()) -> list[Tree]:
-        """Return a tree for each of several sequences, at most MAX_ROWS rows in all.
-
-        Those that were not among the turns of the last `ask` get no draft. prompts: rows of each prompt that
-        the step reads, too.
-        """
-        ...
-
-    def observe_all(self, outcomes: Mapping[int, StepOutcome], prompts: Sequence[int] = ()) -> None:
-        """Learn from a step of several sequences, by slot; each outcome has the times of the whole step."""
-        ...
-
     def save(self, slot: int) -> SavedRings | None:
         """Return an immutable copy of its state of the sequence."""
-        ...
-
-    def restore(self, slot: int, tokens: Sequence[int], saved: SavedRings | None) -> None:
-        """Continue the sequence just begun after `tokens`, where the state was saved."""
-        ...
-
-    def warnings(self, slot: int) -> list[str]:
-        """Return what the user should know since the end of a slot's text, in sentences; slot -1: ever."""
         ...
 
     def examine(self, tokens: Sequence[int]) -> str | None:
         """Return what is wrong with a draft, by trying other settings of it on a text; None: nothing."""
         ...
 
-    def shares(self, slot: int) -> Shares:
-        """Return how many tokens of a slot's text were accepted of whom."""
+    def notes(self, slot: int) -> Notes:
+        """Return what is to be said since the end of a slot's text; slot -1: ever."""
         ...
 
 
 class NoDrafter:
     """Plain decoding: proposes the root alone."""
 
-    taps: tuple[int, ...] = ()
-    context_length = 0
-    commit_rows = MAX_ROWS
+    features = Features()
 
     def bind(self, rank: Rank) -> list[CapturedFunction]:
         return []
 
-    def begin(self, slot: int) -> None: ...
+    def open(self, slot: int, tokens: Sequence[int] = (), saved: SavedRings | None = None) -> None: ...
 
-    def rehearse(self, slot: int) -> None: ...
+    def prefill(self, slot: int, tokens: list[int], features: Tensor | None) -> None: ...
 
-    def append(self, slot: int, tokens: list[int], features: Tensor) -> None: ...
+    def draft(self, turns: Sequence[Turn], prompts: Sequence[int] = ()) -> None: ...
 
-    def read(self, slot: int, tokens: list[int]) -> None: ...
-
-    def commit(self, features: Tensor, rows: Tensor, counts: Tensor, slots: Tensor) -> None: ...
-
-    def commit_eager(self, slot: int, features: Tensor) -> None: ...
-
-    def rollback(self, slot: int, count: int) -> None: ...
-
-    def propose(
-        self, slot: int, anchor: int, position: int, max_rows: int, constraint: Constraint | None = None
-    ) -> Tree:
-        return Tree.root(anchor)
+    def trees(self, turns: Sequence[Turn], prompts: Sequence[int] = ()) -> list[Tree]:
+        return Tree.roots([turn.anchor for turn in turns])
 
     def plan_root(self, slot: int) -> bool:
         return True
 
-    def observe(self, slot: int, outcome: StepOutcome) -> None: ...
+    def commit(self, features: Tensor, paths: Sequence[HostPath] | DevicePaths) -> None: ...
 
-    def ask(self, turns: Sequence[Turn]) -> None: ...
+    def observe(self, outcomes: Mapping[int, StepOutcome], prompts: Sequence[int] = ()) -> None: ...
 
-    def share(self, turns: Sequence[Turn], prompts: Sequence[int] = ()) -> list[Tree]:
-        return Tree.roots([turn.anchor for turn in turns])
-
-    def observe_all(self, outcomes: Mapping[int, StepOutcome], prompts: Sequence[int] = ()) -> None: ...
+    def rollback(self, slot: int, count: int) -> None: ...
 
     def save(self, slot: int) -> SavedRings | None:
         return None
 
-    def restore(self, slot: int, tokens: Sequence[int], saved: SavedRings | None) -> None: ...
-
-    def warnings(self, slot: int) -> list[str]:
-        return []
-
     def examine(self, tokens: Sequence[int]) -> str | None:
         return None
 
-    def shares(self, slot: int) -> Shares:
-        return Shares()
+    def notes(self, slot: int) -> Notes:
+        return Notes()

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bough.spec.dflash import DraftModel
+from bough.spec.draft_model import DraftModel
 from bough.spec.drafter import Rank
 from bough.spec.tree import Proposal
 from bough.state.draft_ring import SavedRings

@@ -1,6 +1,47 @@
 """Prompt lookup: proposes what followed the last tokens earlier in the text (n-gram match)."""
 
-from bough.spec.policy import LONGEST_MATCH, LookupAccuracy
+import math
+
+from bough.spec.calibration import CALIBRATION_DECAY
+
+LONGEST_MATCH = 32  # tokens of agreement that are counted
+# Length of the match up to which a class reaches, and how often a copied token is right before any outcome.
+MATCH_CLASSES = ((3, 0.45), (5, 0.6), (8, 0.75), (16, 0.88), (LONGEST_MATCH, 0.94))
+LOOKUP_PRIOR = 12.0
+LEAST_ACCURACY = 0.05
+LOOKUP_DECAY = 0.98
+
+
+class LookupAccuracy:
+    """How often a token copied by prompt lookup is right, by the length of the match."""
+
+    def __init__(self, usual: "LookupAccuracy | None" = None):
+        """`usual`: that of all texts, from which a new text begins, and which learns from it."""
+        self._usual = usual
+        classes = range(len(MATCH_CLASSES))
+        priors = [usual._rate(index) if usual else MATCH_CLASSES[index][1] for index in classes]
+        self._right = [prior * LOOKUP_PRIOR for prior in priors]
+        self._seen = [LOOKUP_PRIOR] * len(MATCH_CLASSES)
+
+    def log_probability(self, match: int) -> float:
+        return math.log(self._rate(_match_class(match)))
+
+    def observe(self, match: int, right: bool) -> None:
+        index = _match_class(match)
+        decay = LOOKUP_DECAY if self._usual is not None else CALIBRATION_DECAY
+        self._seen[index] = decay * self._seen[index] + 1
+        self._right[index] = decay * self._right[index] + 0.99 * right
+        if self._usual is not None:
+            self._usual.observe(match, right)
+
+    def _rate(self, index: int) -> float:
+        # A class that was never right is still tried where rows cost nothing.
+        return max(self._right[index] / self._seen[index], LEAST_ACCURACY)
+
+
+def _match_class(match: int) -> int:
+    return next(i for i, (longest, _) in enumerate(MATCH_CLASSES) if match <= longest)
+
 
 _NGRAM = 3
 _OCCURRENCES = 3  # of an n-gram that are compared, the newest

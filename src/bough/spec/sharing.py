@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from bough.kernels.tree import MAX_ROWS
-from bough.spec.policy import MARGIN, PROBE_INTERVAL, PROBE_SHARE, StepCosts
+from bough.spec.costs import StepCosts
+from bough.spec.policy import MARGIN, PROBE_INTERVAL, PROBE_SHARE
 
 REPLAN = 4  # steps after which it is decided anew which texts are asked: 0.4 ms for 8 of them
 

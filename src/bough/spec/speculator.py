@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -11,32 +12,25 @@ from torch import Tensor
 
 from bough.config import SpecConfig
 from bough.kernels.tree import MAX_ROWS
-from bough.kernels.tree.reference import accept_path
-from bough.spec.dflash import (
-    Ask,
-    DFlashModel,
-    DraftCall,
-    DraftModel,
-    DraftReport,
-    HostDraftCall,
-    NoDraftModel,
-    TreeShape,
-)
+from bough.spec.calibration import Calibration, Share
+from bough.spec.costs import StepCosts
+from bough.spec.dflash import DFlashModel
 from bough.spec.diagnosis import DraftWatch
-from bough.spec.drafter import Constraint, Rank, StepOutcome, Turn
-from bough.spec.mixed import mixes_of
-from bough.spec.policy import (
-    EAGER_SIZES,
-    PLAIN,
-    Calibration,
-    LookupAccuracy,
-    Plan,
-    RowPolicy,
-    Share,
-    StepCosts,
+from bough.spec.draft_call import Ask, DraftCall, DraftReport, HostDraftCall, TreeShape
+from bough.spec.draft_model import DraftModel, NoDraftModel
+from bough.spec.drafter import (
+    DevicePaths,
+    Features,
+    HostPath,
+    Notes,
+    Rank,
+    StepOutcome,
+    Turn,
 )
-from bough.spec.prompt_lookup import PromptLookup
-from bough.spec.shares import Shares
+from bough.spec.learning import CalledDraft, LessonQueue, Lessons
+from bough.spec.mixed import mixes_of
+from bough.spec.policy import EAGER_SIZES, PLAIN, Plan, RowPolicy
+from bough.spec.prompt_lookup import LookupAccuracy, PromptLookup
 from bough.spec.sharing import BatchCosts, Offer, RowSharing
 from bough.spec.tree import Tree
 from bough.state.draft_ring import SavedRings
@@ -50,56 +44,58 @@ _CONSTRAINED = 3  # times as many nodes are built under a constraint, which then
 
 
 @dataclass(slots=True)
-class _Called:
-    """A draft call, and the tokens that followed it."""
-
-    report: DraftReport
-    plan: Plan
-    followed: list[int]
-
-    def left(self, tokens: list[int], depth: int) -> bool:
-        """Follow the text further; return whether it has left the tree, of at most this depth."""
-        self.followed += tokens
-        return len(self.path()) <= len(self.followed) or len(self.followed) >= depth
-
-    def path(self) -> list[int]:
-        """Return the rows that the text followed, the root first."""
-        tokens, parents = self.report.tokens, self.report.parents
-        sampled, rows = [-1] * len(tokens), [0]
-        for token in self.followed:
-            sampled[rows[-1]] = token
-            longer = accept_path(tokens, parents, sampled)
-            if len(longer) == len(rows):
-                break
-            rows = longer
-        return rows
-
-
-@dataclass(slots=True)
 class _Text:
     """What is known of one slot's text."""
 
     policy: RowPolicy
     lookup: PromptLookup
+    lessons: Lessons
+    copies: bool  # whether the lookup is used
     plan: Plan = PLAIN  # of the current step
+    report: DraftReport | None = None  # the current step's draft, where it was read on the host
+    copied: tuple[list[int], float] = field(default_factory=lambda: ([], 0.0))  # what needs no draft
+    position: int = -1  # of the anchor when it was looked up
+    # Of a sequence alone, on a CPU.
     resting: int = 0  # steps from now on that are plain unless prompt lookup finds something
     root: Tree = field(default_factory=lambda: Tree.root(0))  # of such steps, changed in place
     root_numbers: np.ndarray = field(init=False)
     rested: int = 0  # such steps that the policy has not counted yet
-    pruned: DraftReport | None = None  # the current step's tree, where a constraint pruned it
-    # The last report, not learnt from yet.
-    unread: tuple[Tensor | list[DraftReport], Plan, StepOutcome] | None = None
-    watched: _Called | None = None  # a call that was not verified, compared with what follows
-    compared: list[_Called] | None = None  # the trees of each mix, compared with what follows
-    # In steps of several texts: what needs no draft, in which call the draft was asked, and what it gave.
-    position: int = -1  # of the anchor when it was looked up
-    copied: tuple[list[int], float] = field(default_factory=lambda: ([], 0.0))
+    # In steps of several: in which call the draft was asked, and what it is expected to give.
     expected: list[float] = field(default_factory=list)  # tokens accepted of a draft call, by size
     asked: tuple[int, int] | None = None  # number of the call, index in it
-    report: DraftReport | None = None
 
     def __post_init__(self) -> None:
         self.root_numbers = self.root.packed.numpy()
+
+    def wake(self) -> None:
+        """Let the policy know of steps that it did not plan."""
+        if self.rested:
+            self.policy.rested(self.rested)
+        self.resting = self.rested = 0
+
+    def begin_turn(self, turn: Turn) -> None:
+        """Begin a step that is planned: look up what needs no draft."""
+        self.wake()
+        if len(self.lookup) == turn.position:
+            self.lookup.append([turn.anchor])
+        self.position, self.plan = turn.position, PLAIN
+        self.asked = self.report = None
+        self.copied = ([], 0.0) if turn.max_rows == 1 else self._allowed(turn)
+
+    def looked_up(self) -> tuple[list[int], float]:
+        """Return what followed the last tokens earlier in the text, and each one's log probability."""
+        return self.lookup.propose(self.lessons.depth) if self.copies else ([], 0.0)
+
+    def _allowed(self, turn: Turn) -> tuple[list[int], float]:
+        """Return the likeliest continuation that needs no draft and that the constraint allows."""
+        copied, score = self.looked_up()
+        if turn.constraint is None:
+            return copied, score
+        forced = turn.constraint.forced(self.lessons.depth)
+        if forced:
+            return forced, _FORCED
+        chain = [turn.anchor, *copied]
+        return copied[: len(turn.constraint.kept(chain, range(-1, len(copied)))) - 1], score
 
 
 class Speculator:
@@ -118,6 +114,8 @@ class Speculator:
         """`draft` None: prompt lookup alone; `sizes`: the sizes of steps that differ in cost."""
         self._draft: DraftModel = draft or NoDraftModel()
         self._has_draft = draft is not None
+        depth = self._draft.depth
+        self.features = Features(self._draft.taps, self._draft.context_length, depth + 1)
         self._config, self._device = config, device
         # Which drafts one call asks.
         self._mixes = mixes_of(draft, chain=config.chain) if draft is not None else []
@@ -144,20 +142,8 @@ class Speculator:
         self._on_host = torch.device(device).type == "cpu"
         self._clock = time.thread_time if self._on_host else time.perf_counter
         self._observed = -1, 0.0  # slot and time of the last step of one text
-        # Of the last step of several texts: text, its plan and its draft's tree, outcome.
-        self._unlearnt: list[tuple[_Text, Plan, DraftReport | None, StepOutcome]] = []
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        return self._draft.taps
-
-    @property
-    def context_length(self) -> int:
-        return self._draft.context_length
-
-    @property
-    def commit_rows(self) -> int:
-        return self._draft.depth + 1
+        self._lessons = LessonQueue()
+        self._alone = True  # the current step is that of one text, and planned as such
 
     def bind(self, rank: Rank) -> list[CapturedFunction]:
         calibrations = {draft: Calibration(self._device) for mix in self._mixes for draft in mix}
@@ -180,28 +166,33 @@ class Speculator:
             self._draft_calls[len(self._mixes) - 1, True] = call(self._mixes[-1], compares=True)
         for last in list(self._draft_calls.values())[-1:]:
             self._call = last
+        if self._on_host and self._has_draft:
+            return [CapturedFunction(self._call_once)]
         return [function for call in self._draft_calls.values() for function in call.functions]
 
-    def begin(self, slot: int) -> None:
+    def open(self, slot: int, tokens: Sequence[int] = (), saved: SavedRings | None = None) -> None:
         self._policy = self._policy.fork()
         self._observed = -1, 0.0
-        self._texts[slot] = _Text(self._policy, PromptLookup(self._usual_copies))
+        lookup, lessons = PromptLookup(self._usual_copies), Lessons(self._policy, self._draft.depth)
+        self._texts[slot] = _Text(self._policy, lookup, lessons, self._config.lookup)
         self._draft.begin(slot)
         self._watch.begin(slot)
+        lookup.append(list(tokens))
+        if saved is not None:
+            self._draft.restore(slot, saved)
 
-    def append(self, slot: int, tokens: list[int], features: Tensor) -> None:
+    def prefill(self, slot: int, tokens: list[int], features: Tensor | None) -> None:
         self._texts[slot].lookup.append(tokens)
-        self._draft.append(slot, features, skipped=len(tokens) - len(features))
-        self._draft.flush(slot)
+        if features is not None:
+            self._draft.append(slot, features, skipped=len(tokens) - len(features))
+            self._draft.flush(slot)
 
-    def read(self, slot: int, tokens: list[int]) -> None:
-        self._texts[slot].lookup.append(tokens)
-
-    def commit(self, features: Tensor, rows: Tensor, counts: Tensor, slots: Tensor) -> None:
-        self._draft.commit(features, rows, counts, slots)
-
-    def commit_eager(self, slot: int, features: Tensor) -> None:
-        self._draft.append(slot, features)
+    def commit(self, features: Tensor, paths: Sequence[HostPath] | DevicePaths) -> None:
+        if isinstance(paths, DevicePaths):
+            self._draft.commit(features, paths.rows, paths.counts, paths.slots)
+            return
+        for path in paths:
+            self._draft.append(path.slot, features if path.rows is None else features[path.rows])
 
     def rollback(self, slot: int, count: int) -> None:
         self._draft.rollback(slot, count)
@@ -209,80 +200,124 @@ class Speculator:
     def save(self, slot: int) -> SavedRings | None:
         return self._draft.save(slot)
 
-    def restore(self, slot: int, tokens: Sequence[int], saved: SavedRings | None) -> None:
-        self._texts[slot].lookup.append(list(tokens))
-        if saved is not None:
-            self._draft.restore(slot, saved)
+    def draft(self, turns: Sequence[Turn], prompts: Sequence[int] = ()) -> None:
+        self._alone = len(turns) == 1 and not prompts
+        if self._alone:
+            self._draft_alone(turns[0])
+        else:
+            self._draft_together(turns)
+
+    def trees(self, turns: Sequence[Turn], prompts: Sequence[int] = ()) -> list[Tree]:
+        if self._alone:
+            return [self._tree_alone(*turns)]
+        reports = self._call.reports() if self._asked else []
+        weights = [self._weights(turn, reports) for turn in turns]
+        rows = self._sharing.shares(weights, padded=self._padded_sizes is not None, prompts=prompts)
+        return [self._tree(turn, count) for turn, count in zip(turns, rows, strict=True)]
+
+    def observe(self, outcomes: Mapping[int, StepOutcome], prompts: Sequence[int] = ()) -> None:
+        for slot, outcome in outcomes.items():
+            text = self._texts[slot]
+            repeats = text.lookup.append(outcome.tokens)
+            if text.plan is _RESTED:
+                if repeats:
+                    text.resting = 0
+                if not text.resting:
+                    self._observed = slot, self._clock()
+                return
+            if outcome.rows > 1:
+                copied = [] if self._config.chain and text.plan.draft else text.copied[0]
+                self._watch.observe(slot, outcome.tokens[:-1], copied, drafted=text.plan.draft)
+            self._note_lesson(text, outcome)
+        if self._alone:
+            [(slot, outcome)] = outcomes.items()
+            self._observe_costs(self._texts[slot], slot, outcome)
+        else:
+            self._observe_shared_costs(outcomes, prompts)
+
+    def notes(self, slot: int) -> Notes:
+        text = self._texts.get(slot)
+        known = self._watch.diagnosis if text is None else None
+        note = self._watch.look_into(text.lookup.tokens) if text is not None and self._has_draft else known
+        return Notes([note] if note else [], self._watch.shares(slot))
+
+    def examine(self, tokens: Sequence[int]) -> str | None:
+        return self._watch.examine(tokens)
+
+    def _note_lesson(self, text: _Text, outcome: StepOutcome) -> None:
+        """Note what a step teaches; without a draft call nothing has to wait."""
+        plan, report = text.plan, text.report
+        call = self._draft_calls[plan.mix, plan.compares] if plan.draft else None
+        if call is None:
+            self._lessons.add(text.lessons, outcome)
+        elif report is not None:
+            self._lessons.add(text.lessons, outcome, partial(CalledDraft, call, report, plan))
+        else:
+            words = call.report()
+            self._lessons.add(text.lessons, outcome, lambda: CalledDraft(call, call.read(words)[0], plan))
+        if self._alone and not plan.draft:
+            self._lessons.learn()
+
+    def _asks(self, turns: Sequence[Turn]) -> list[Ask]:
+        """Return the parts of a draft call; where trees are chains, no lookup is among the candidates."""
+        copied = [self._texts[turn.slot].copied for turn in turns]
+        return [
+            Ask(turn.slot, turn.anchor, [] if self._config.chain else tokens, score)
+            for turn, (tokens, score) in zip(turns, copied, strict=True)
+        ]
+
+    def _call_once(self) -> None:
+        """Call the draft for the text that was begun last, to see what that takes."""
+        *_, slot = self._texts
+        self._call = self._draft_calls[0, False]
+        self._call([Ask(slot, 0, [], 0.0)], short=self._policy.rows_are_dear)
 
     # -- Steps of one text: the tree stays on the device
 
-    def propose(
-        self, slot: int, anchor: int, position: int, max_rows: int, constraint: Constraint | None = None
-    ) -> Tree:
+    def plan_root(self, slot: int) -> bool:
         text = self._texts[slot]
+        text.wake()
+        copied, score = text.looked_up()
+        return text.policy.plan_root(copied=len(copied), probability=math.exp(score))
+
+    def _draft_alone(self, turn: Turn) -> None:
+        text = self._texts[turn.slot]
         if text.resting:
             text.resting -= 1
             text.rested += 1
             text.plan = _RESTED
-            text.root_numbers[0, 0] = anchor
-            return text.root
-        self._asked = 0
-        self._wake(text)
-        self._learn_all()
-        if len(text.lookup) == position:
-            text.lookup.append([anchor])
-        text.plan, text.pruned = PLAIN, None
-        if max_rows == 1:
-            return Tree.root(anchor)
-        text.copied = copied, score = self._copied(text, anchor, constraint)
-        if constraint is not None:
-            self._learn_unread(text)
-        text.plan = plan = text.policy.plan(copied=len(copied), probability=math.exp(score))
-        rows = min(plan.rows, max_rows)
-        if plan.lookup:
-            return Tree.chain([anchor, *copied][:rows])
-        if not plan.draft:
-            if self._on_host and constraint is None and not (copied or text.watched or text.compared):
-                text.resting = text.policy.rest()
-            return Tree.root(anchor)
-        chain = [] if self._config.chain else copied
-        if constraint is not None:
-            return self._propose_constrained(text, Ask(slot, anchor, chain, score), rows, constraint)
-        self._call = self._draft_calls[plan.mix, plan.compares]
-        self._call([Ask(slot, anchor, chain, score)], short=text.policy.rows_are_dear)
-        self._learn_unread(text)  # while the device is busy
-        return self._call.tree(rows) if rows > 1 else Tree.root(anchor)
-
-    def plan_root(self, slot: int) -> bool:
-        text = self._texts[slot]
-        self._wake(text)
-        copied, score = self._looked_up(text)
-        return text.policy.plan_root(copied=len(copied), probability=math.exp(score))
-
-    def observe(self, slot: int, outcome: StepOutcome) -> None:
-        text = self._texts[slot]
-        repeats = text.lookup.append(outcome.tokens)
-        if text.plan is _RESTED:
-            if repeats:
-                text.resting = 0
-            if not text.resting:
-                self._observed = slot, self._clock()
             return
-        self._learn_unread(text)
-        self._watch_step(slot, text, outcome)
-        plan = text.plan
-        self._observe_costs(text, slot, outcome)
-        if text.pruned is not None:
-            self._learn(text, _Called(text.pruned, plan, []), outcome)
-        elif plan.draft:
-            # Read later, so that the next draft call need not wait for it.
-            text.unread = (self._call.report(), plan, outcome)
-        else:
-            self._learn(text, None, outcome)
+        self._asked = 0
+        text.begin_turn(turn)
+        copied, score = text.copied
+        if turn.max_rows == 1:
+            return
+        text.plan = plan = text.policy.plan(copied=len(copied), probability=math.exp(score))
+        if plan.draft:
+            # Of a larger tree the constraint leaves enough.
+            nodes = None if turn.constraint is None else min(_CONSTRAINED * self._config.budget, MAX_ROWS - 1)
+            self._call = self._draft_calls[plan.mix, plan.compares]
+            self._call(self._asks([turn]), nodes=nodes, short=text.policy.rows_are_dear)
+            self._lessons.learn()  # while the device is busy
+            return
+        waits = copied or text.lessons.watched or text.lessons.compared
+        if self._on_host and not plan.lookup and turn.constraint is None and not waits:
+            text.resting = text.policy.rest()
 
-    def rehearse(self, slot: int) -> None:
-        self._call = self._draft_calls[0, False]
-        self._call([Ask(slot, 0, [], 0.0)], short=self._policy.rows_are_dear)
+    def _tree_alone(self, turn: Turn) -> Tree:
+        text, plan = self._texts[turn.slot], self._texts[turn.slot].plan
+        if plan is _RESTED:
+            text.root_numbers[0, 0] = turn.anchor
+            return text.root
+        rows = min(plan.rows, turn.max_rows)
+        if plan.lookup:
+            return Tree.chain([turn.anchor, *text.copied[0]][:rows])
+        if plan.draft and turn.constraint is not None:
+            report = self._call.reports()[0]
+            allowed = turn.constraint.kept(report.tokens, report.parents)[: self._config.budget + 1]
+            text.report = report = report.only(allowed)
+            return Tree.of(report.tokens[:rows], report.parents[:rows])
+        return self._call.tree(rows) if plan.draft and rows > 1 else Tree.root(turn.anchor)
 
     def _observe_costs(self, text: _Text, slot: int, outcome: StepOutcome) -> None:
         """Learn what a step cost, and what the host did since the one before."""
@@ -300,38 +335,21 @@ class Speculator:
             kind = "draft" if plan.draft else "lookup" if outcome.rows > 1 else "plain"
             costs.observe_gap(kind, max(gap_s, 0.0))
 
-    @staticmethod
-    def _wake(text: _Text) -> None:
-        """Let the policy know of steps that it did not plan."""
-        if text.rested:
-            text.policy.rested(text.rested)
-        text.resting = text.rested = 0
-
     # -- Steps of several texts: the trees are read back and share the rows on the host
 
-    def ask(self, turns: Sequence[Turn]) -> None:
+    def _draft_together(self, turns: Sequence[Turn]) -> None:
         for turn in turns:
-            self._look_up(turn)
-        chosen = self._choose(turns) if self._has_draft else []
-        self._asked, self._calls = len(chosen), self._calls + 1
-        asks = []
-        for index, turn in enumerate(turns[choice] for choice in chosen):
-            text = self._texts[turn.slot]
-            text.asked = (self._calls, index)
-            copied, score = text.copied
-            asks.append(Ask(turn.slot, turn.anchor, [] if self._config.chain else copied, score))
-        if asks:
+            self._texts[turn.slot].begin_turn(turn)
+        asked = [turns[index] for index in self._choose(turns)] if self._has_draft else []
+        self._asked, self._calls = len(asked), self._calls + 1
+        for index, turn in enumerate(asked):
+            self._texts[turn.slot].asked = (self._calls, index)
+        if asked:
             self._call = self._draft_calls[self._planned.mix, self._planned.compares]
-            self._call(asks, short=self._policy.rows_are_dear)
-        self._learn_all()  # while the device is busy
+            self._call(self._asks(asked), short=self._policy.rows_are_dear)
+        self._lessons.learn()  # while the device is busy
 
-    def share(self, turns: Sequence[Turn], prompts: Sequence[int] = ()) -> list[Tree]:
-        reports = self._call.reports() if self._asked else []
-        weights = [self._weights(turn, reports) for turn in turns]
-        rows = self._sharing.shares(weights, padded=self._padded_sizes is not None, prompts=prompts)
-        return [self._tree(turn, count) for turn, count in zip(turns, rows, strict=True)]
-
-    def observe_all(self, outcomes: Mapping[int, StepOutcome], prompts: Sequence[int] = ()) -> None:
+    def _observe_shared_costs(self, outcomes: Mapping[int, StepOutcome], prompts: Sequence[int]) -> None:
         step = next(iter(outcomes.values()))
         rows = sum(outcome.rows for outcome in outcomes.values()) + sum(prompts)
         if self._padded_sizes is not None:
@@ -339,22 +357,6 @@ class Speculator:
         self._sharing.costs.observe_step(len(outcomes) + len(prompts), rows, step.verify_cost)
         self._sharing.costs.observe_draft(self._asked, step.draft_share * step.draft_s, self._planned.mix)
         self._asked = 0
-        for slot, outcome in outcomes.items():
-            text = self._texts[slot]
-            text.lookup.append(outcome.tokens)
-            self._watch_step(slot, text, outcome)
-            self._unlearnt.append((text, text.plan, text.report, outcome))
-            text.report = None
-
-    def _look_up(self, turn: Turn) -> None:
-        text = self._texts[turn.slot]
-        self._wake(text)
-        self._learn_unread(text)
-        if len(text.lookup) == turn.position:
-            text.lookup.append([turn.anchor])
-        text.copied = ([], 0.0) if turn.max_rows == 1 else self._copied(text, turn.anchor, turn.constraint)
-        text.position = turn.position
-        text.asked = text.pruned = text.report = None
 
     def _choose(self, turns: Sequence[Turn]) -> list[int]:
         """Return which of the texts are asked, and note with which mix of drafts."""
@@ -392,7 +394,7 @@ class Speculator:
         """Return the expected gains of a text's rows below the root."""
         text = self._texts[turn.slot]
         if text.position != turn.position:  # it was not there when the draft was called
-            self._look_up(turn)
+            text.begin_turn(turn)
         if reports and text.asked is not None and text.asked[0] == self._calls:
             report = reports[text.asked[1]]
             if turn.constraint is not None:
@@ -412,122 +414,3 @@ class Speculator:
         if text.report is not None:
             return text.report.tree(rows)
         return Tree.root(turn.anchor) if rows == 1 else Tree.chain([turn.anchor, *text.copied[0]][:rows])
-
-    # -- Both
-
-    def warnings(self, slot: int) -> list[str]:
-        text = self._texts.get(slot)
-        known = self._watch.diagnosis if text is None else None
-        note = self._watch.look_into(text.lookup.tokens) if text is not None and self._has_draft else known
-        return [note] if note else []
-
-    def examine(self, tokens: Sequence[int]) -> str | None:
-        return self._watch.examine(tokens)
-
-    def shares(self, slot: int) -> Shares:
-        return self._watch.shares(slot)
-
-    def _watch_step(self, slot: int, text: _Text, outcome: StepOutcome) -> None:
-        if outcome.rows > 1:
-            copied = [] if self._config.chain and text.plan.draft else text.copied[0]
-            self._watch.observe(slot, outcome.tokens[:-1], copied, drafted=text.plan.draft)
-
-    def last_report(self) -> DraftReport:
-        """Return the last draft call, with its whole tree; synchronises with the device."""
-        return self._call.reports()[0]
-
-    def compared(self, slot: int, anchor: int, position: int) -> DraftReport:
-        """Call all drafts and return the tree of all, and of each alone; for measurements."""
-        text = self._texts[slot]
-        if len(text.lookup) == position:
-            text.lookup.append([anchor])
-        self._call = self._draft_calls[len(self._mixes) - 1, True]
-        self._call([Ask(slot, anchor, *self._looked_up(text))])
-        return self.last_report()
-
-    def learn_compared(self, report: DraftReport, followed: list[int]) -> None:
-        """Calibrate the drafts by what followed `compared`."""
-        self._call.learn(report, followed)
-
-    def _propose_constrained(self, text: _Text, ask: Ask, rows: int, constraint: Constraint) -> Tree:
-        """Build a larger tree, read it to the host and keep the rows that the constraint allows."""
-        nodes = min(_CONSTRAINED * self._config.budget, MAX_ROWS - 1)
-        self._call = self._draft_calls[text.plan.mix, text.plan.compares]
-        self._call([ask], nodes=nodes, short=text.policy.rows_are_dear)
-        report = self.last_report()
-        kept = constraint.kept(report.tokens, report.parents)[: self._config.budget + 1]
-        text.pruned = report = report.only(kept)
-        return Tree.of(report.tokens[:rows], report.parents[:rows])
-
-    def _copied(self, text: _Text, anchor: int, constraint: Constraint | None) -> tuple[list[int], float]:
-        """Return the likeliest continuation that needs no draft, and the log probability of each token."""
-        copied, score = self._looked_up(text)
-        if constraint is None:
-            return copied, score
-        forced = constraint.forced(self._draft.depth)
-        if forced:
-            return forced, _FORCED
-        chain = [anchor, *copied]
-        return copied[: len(constraint.kept(chain, range(-1, len(copied)))) - 1], score
-
-    def _looked_up(self, text: _Text) -> tuple[list[int], float]:
-        return text.lookup.propose(self._draft.depth) if self._config.lookup else ([], 0.0)
-
-    def _learn_unread(self, text: _Text) -> None:
-        if text.unread is not None:
-            (report, plan, outcome), text.unread = text.unread, None
-            read = self._draft_calls[plan.mix, plan.compares].read(report)[0]
-            self._learn(text, _Called(read, plan, []), outcome)
-
-    def _learn_all(self) -> None:
-        """Learn from the last step of several texts."""
-        unlearnt, self._unlearnt = self._unlearnt, []
-        for text, plan, report, outcome in unlearnt:
-            called = _Called(report, plan, []) if report is not None else None
-            self._learn(text, called, outcome)
-
-    def _learn(self, text: _Text, called: _Called | None, outcome: StepOutcome) -> None:
-        if called is not None and outcome.rows > 1:
-            self._learn_call(text, called, outcome.tokens, outcome.path, verified=outcome.rows)
-        elif called is not None and text.watched is None:
-            text.watched = called
-        if called is not None and called.report.alone and text.compared is None:
-            text.compared = [_Called(each, called.plan, []) for each in (*called.report.alone, called.report)]
-        self._follow_watched(text, outcome.tokens)
-        self._follow_compared(text, outcome.tokens)
-
-    def _follow_watched(self, text: _Text, tokens: list[int]) -> None:
-        """Compare a call that was not verified with the text until the text leaves its tree."""
-        called = text.watched
-        if called is not None and called.left(tokens, self._draft.depth):
-            path = called.path()
-            verified = len(called.report.tokens)
-            self._learn_call(text, called, called.followed[: len(path)], path, verified=verified)
-            text.watched = None
-
-    def _follow_compared(self, text: _Text, tokens: list[int]) -> None:
-        """Compare the trees of several mixes with the text until it has left all of them."""
-        if text.compared is None:
-            return
-        left = [called.left(tokens, self._draft.depth) for called in text.compared]
-        if all(left):
-            paths, policy = [called.path() for called in text.compared], text.policy
-            policy.mixes.observe(paths)
-            for mix, (called, path) in enumerate(zip(text.compared[:-1], paths[:-1], strict=True)):
-                report = called.report
-                policy.observe(
-                    report.probabilities,
-                    path,
-                    verified=len(report.tokens),
-                    waited=called.plan.waited,
-                    mix=mix,
-                )
-            text.compared = None
-
-    def _learn_call(
-        self, text: _Text, called: _Called, tokens: list[int], path: list[int], *, verified: int
-    ) -> None:
-        """Learn from a draft call, the tokens that followed it and the rows that they followed."""
-        plan, report = called.plan, called.report
-        self._draft_calls[plan.mix, plan.compares].learn(report, tokens)
-        text.policy.observe(report.probabilities, path, verified=verified, waited=plan.waited, mix=plan.mix)

@@ -36,6 +36,8 @@ class Tree:
     @classmethod
     def roots(cls, tokens: Sequence[int]) -> list[Self]:
         """Return a root for each of some sequences."""
+        if len(tokens) == 1:
+            return [cls.root(tokens[0])]
         packed = np.tile(_ROOT, (len(tokens), 1, 1))
         packed[:, 0] = np.array(tokens)[:, None]
         return [cls(each, 1) for each in torch.from_numpy(packed).unbind()]

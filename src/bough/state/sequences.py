@@ -155,17 +155,12 @@ class SequenceStates:
         for slot in step.slots.tolist() if slots is None else slots:
             self.lengths[slot] += step.rows
 
-    def commit(self, step: Step, last: Tensor) -> None:
-        """Commit row `last` [B] of each slot's tree and its ancestors; -1 commits nothing."""
-        counts = self.commit_on_device(step, last)
-        for slot, count in zip(step.slots.tolist(), counts.tolist(), strict=True):
-            self.lengths[slot] += count
+    def commit(self, step: Step, last: Tensor) -> Tensor:
+        """Commit row `last` [S] of each slot's tree and its ancestors; -1 commits nothing.
 
-    def commit_on_device(self, step: Step, last: Tensor) -> Tensor:
-        """Commit without a host/device synchronisation; return the committed rows [B].
-
-        The caller adds them to `lengths`. The KV rows of the path are compacted now; the recurrent states
-        advance over it at the start of the next forward pass.
+        Return the committed rows [S], which the caller adds to `lengths`: there is no host/device
+        synchronisation. The KV rows of the path are compacted now; the recurrent states advance over it at
+        the start of the next forward pass.
         """
         assert step.ancestors is not None
         slots, buffers = step.slots, self.buffers

@@ -19,9 +19,10 @@ from bough.engine.sampler import SamplingParams
 from bough.errors import BoughError
 from bough.kernels.tree.reference import accept_path
 from bough.models.dflash import DFlashDraft
-from bough.spec.dflash import DFlashModel, DraftModel
+from bough.spec.costs import StepCosts
+from bough.spec.dflash import DFlashModel
+from bough.spec.draft_model import DraftModel
 from bough.spec.mtp import MTPModel
-from bough.spec.policy import StepCosts
 from bough.spec.speculator import CANDIDATES, SPINE, Speculator
 from bough.spec.tree import Proposal, build_tree
 from bough.state.draft_ring import draft_buffers, mtp_buffers

@@ -40,7 +40,7 @@ def many_engine(target: Decoder, *, max_ctx: int) -> Engine:
     """Return an engine for many requests of plain decoding."""
     engine = Engine(target, max_ctx=max_ctx, slots=SLOTS[target.device.type], max_rows=_ROWS)
     if target.device.type == "cuda":
-        engine.capture()
+        engine.warmup.capture()
     return engine
 
 

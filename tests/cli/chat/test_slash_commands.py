@@ -338,20 +338,19 @@ def test_another_model(talk, parrot, capsys):
             if settings.thinking is not None:
                 raise UsageError("it does not think")
 
-    class Shelf:
-        def find(self, name: str | None) -> Callable[[], Parrot]:
-            if name == "missing":
-                raise UsageError("there is no such model")
+    def find(name: str | None) -> Callable[[], Parrot]:
+        if name == "missing":
+            raise UsageError("there is no such model")
 
-            def load() -> Parrot:
-                if name == "broken":
-                    raise BoughError("it is broken")
-                return Other()
+        def load() -> Parrot:
+            if name == "broken":
+                raise BoughError("it is broken")
+            return Other()
 
-            return load
+        return load
 
     chat = talk("/model missing")
-    chat.models, chat.reload = Shelf(), lambda: parrot
+    chat.models, chat.reload = find, lambda: parrot
     with pytest.raises(UsageError, match="no such model"):
         chat.switch("missing")
     with pytest.raises(BoughError, match="broken"):

@@ -27,20 +27,11 @@ Event = Progress | Reasoning | Text | ReplyEnd
 
 class Backend(Protocol):
     @property
-    def name(self) -> str:
-        """Return the model's name."""
-        ...
-
+    def name(self) -> str: ...  # of the model
     @property
-    def about(self) -> str:
-        """Return where it runs and how much it holds, as far as is known."""
-        ...
-
+    def about(self) -> str: ...  # where it runs and how much it holds, as far as is known
     @property
-    def breakable(self) -> bool:
-        """Return whether a reply may be abandoned at any moment, without a request to stop."""
-        ...
-
+    def breakable(self) -> bool: ...  # a reply may be abandoned at any moment, without a request to stop
     def check(self, settings: ChatSettings) -> None:
         """Raise UsageError for settings that cannot be honoured."""
         ...
@@ -59,12 +50,8 @@ class Backend(Protocol):
     ) -> Generator[Event]: ...
 
 
-class ModelSource(Protocol):
-    """Where the models of a chat come from."""
-
-    def find(self, name: str | None) -> Callable[[], Backend]:
-        """Return what loads a model; raise if there is none of this name."""
-        ...
+# Finds a model and returns what loads it; raises if there is none of this name.
+ModelSource = Callable[[str | None], Callable[[], Backend]]
 
 
 class LocalBackend:

@@ -1,7 +1,8 @@
 """`bough chat`: connects to a server or loads a model, and holds a conversation."""
 
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -98,10 +99,10 @@ def chat(
     if remote.url is not None:
         check_remote(engine, cache)
         speculation.check_remote(speculating)
-        models = RemoteModels(remote.url, remote.api_key or environment().api_key, screen)
+        models = remote_models(remote.url, remote.api_key or environment().api_key, screen)
     else:
         config = with_scorer(config, engine, screen)
-        models = LocalModels(
+        models = local_models(
             speculating, config, think=beginning.think, offline=engine.offline, screen=screen
         )
     converse(models, model or None, conversation, settings, screen=screen, quiet=quiet, path=beginning.load)
@@ -120,7 +121,7 @@ def converse(
     """Load a model and hold a conversation with it. path: the file that the conversation is from."""
     from bough.cli.chat.loop import Chat
 
-    load = models.find(model)
+    load = models(model)
     backend = load()
     backend.check(settings)
     chat = Chat(backend, conversation, settings, screen=screen, quiet=quiet, path=path)
@@ -149,53 +150,43 @@ def _begin(options: ConversationOptions, sampling: SamplingOptions) -> "tuple[Co
     return conversation, settings
 
 
-@dataclass(frozen=True, slots=True)
-class RemoteModels:
-    """The models of a server."""
+def remote_models(url: str, key: str | None, screen: view.Screen) -> "ModelSource":
+    """Return the models of a server."""
 
-    url: str
-    key: str | None
-    screen: view.Screen
-
-    def find(self, name: str | None) -> "Callable[[], Backend]":
-        """Return what connects to the server."""
-        return lambda: self._connect(name)
-
-    def _connect(self, name: str | None) -> "Backend":
+    def connect(name: str | None) -> "Backend":
         from bough.cli.chat.remote import RemoteBackend
         from bough.session.remote import RemoteSession
 
-        with self.screen.waiting(f"Connecting to {self.url}"):
-            return RemoteBackend(RemoteSession.connect(self.url, key=self.key, model=name))
+        with screen.waiting(f"Connecting to {url}"):
+            return RemoteBackend(RemoteSession.connect(url, key=key, model=name))
+
+    return lambda name: partial(connect, name)
 
 
-@dataclass(frozen=True, slots=True)
-class LocalModels:
-    """Models that are loaded here, all with the same options."""
+def local_models(
+    options: SpeculationOptions,
+    config: EngineConfig,
+    *,
+    think: bool | None,
+    offline: bool,
+    screen: view.Screen,
+) -> "ModelSource":
+    """Return models that are loaded here, all with the same options; one that is not here is fetched."""
 
-    options: SpeculationOptions
-    config: EngineConfig
-    _: KW_ONLY
-    think: bool | None
-    offline: bool
-    screen: view.Screen
+    def find(name: str | None) -> "Callable[[], Backend]":
+        return partial(load, *choose(name, options, think=think, offline=offline, screen=screen))
 
-    def find(self, name: str | None) -> "Callable[[], Backend]":
-        """Return what loads a model, which is fetched if it is not here; raise if there is none."""
-        target, proposing = choose(
-            name, self.options, think=self.think, offline=self.offline, screen=self.screen
-        )
-        return lambda: self._load(target, proposing)
-
-    def _load(self, target: Chosen, proposing: Speculation) -> "Backend":
+    def load(target: Chosen, proposing: Speculation) -> "Backend":
         from bough.cli.chat.backend import LocalBackend
 
-        session = load_session(target.path, engine_config(self.config, proposing), self.screen)
+        session = load_session(target.path, engine_config(config, proposing), screen)
         if proposing.note:
-            self.screen.note(proposing.note)
+            screen.note(proposing.note)
         return LocalBackend(
             session,
             name=target.card.title if target.card else target.path.stem,
             speculating=proposing.config is not None,
             drafted=proposing.draft is not None,
         )
+
+    return find

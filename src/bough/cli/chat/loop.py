@@ -103,7 +103,7 @@ class Chat:
         """Go on with another model; if it cannot be loaded, with the present one."""
         if self.models is None or self.reload is None:
             raise UsageError("this chat cannot change its model")
-        load = self.models.find(name)
+        load = self.models(name)
         del self.backend  # both may not fit in memory
         try:
             self.backend = load()

@@ -121,21 +121,28 @@ def tile_of(
     """
     stage, grouped = _stage_bytes(keys, values), GROUPED and card.arch == "sm_90"
 
-    def made(size: int) -> Tile:
+    def tile(size: int) -> Tile:
         fixed = _fixed_bytes(size, grouped)
         half = (card.shared_per_processor // 2 - _RESERVED - fixed) // stage
         both = size in NARROW and half >= 2
         stages = half if both else (card.shared_per_block - fixed) // stage
         return Tile(keys, values, page, size, min(stages, _MAX_STAGES), 1 + int(both), window, grouped)
 
-    wide = [size for size in WIDE if made(size).stages >= 2]
-    wide = wide or [size for size in NARROW[-1:] if made(size).stages >= 2]
+    wide = [size for size in WIDE if tile(size).stages >= 2]
+    wide = wide or [size for size in NARROW[-1:] if tile(size).stages >= 2]
     if not wide:
         return None
     narrow = next((size for size in NARROW if queries <= size), None)
     if narrow is not None:
-        return made(narrow)
-    return made(min(wide, key=lambda size: (-(-queries // size) * (size + _TILE_COST), -size)))
+        return tile(narrow)
+    return tile(min(wide, key=lambda size: (-(-queries // size) * (size + _TILE_COST), -size)))
+
+
+def takes_paged_attention(
+    q: Tensor, keys: HeadPool, values: HeadPool, *tables: Tensor | None, **options: object
+) -> bool:
+    """Return whether the kernel takes them, for a tree: tables are page_table, lengths, ancestors, first."""
+    return tables[2] is not None and takes(q, keys, values)
 
 
 def takes(q: Tensor, keys: HeadPool, values: HeadPool) -> bool:
@@ -192,7 +199,7 @@ def ragged_attention(
     """Return the attention [R, H, D] of q [R, H, D]: rows first[b] to first[b + 1] - 1 are sequence b's tree.
 
     first [S + 1] begins with 0, and rows from first[S] on are padding, whose output is zero; without it all
-    trees have as many rows. A tree has at most MAX_ROWS rows. ancestors, gate: see reference.paged_attention,
+    trees have as many rows. A tree has at most MAX_ROWS rows. ancestors, gate: see cpu.paged_attention,
     for R rows.
     """
     q, ancestors = q.contiguous(), ancestors.contiguous()
@@ -209,12 +216,12 @@ def ragged_attention(
     for numbers in (page_table, lengths, ancestors, *(() if first is None else (first,))):
         assert numbers.dtype == torch.int64 and numbers.stride(-1) == 1, f"{numbers.dtype}, needed int64"
     group = heads // kv_heads
-    names, each = (keys.format.name, values.format.name), -(-rows // sequences) * group
-    tile = tile_of(card_of(q.device), *names, each, page=page, window=window is not None)
+    names, needed = (keys.format.name, values.format.name), -(-rows // sequences) * group
+    tile = tile_of(card_of(q.device), *names, needed, page=page, window=window is not None)
     assert tile is not None
     parts = SplitResults(q, kv_heads, TAILS)
     tiles = (
-        sequences * -(-each // tile.queries) if first is None else rows * group // tile.queries + sequences
+        sequences * -(-needed // tile.queries) if first is None else rows * group // tile.queries + sequences
     )
     teams = -(-rows * kv_heads * -(-group // 8) // tile.teams)
     pointers = (q, *tensors(keys), *tensors(values), page_table, lengths, first, ancestors)

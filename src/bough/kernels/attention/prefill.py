@@ -150,6 +150,10 @@ def takes(pool: HeadPool) -> bool:
     return 16 <= pool.dim <= 256 and pool.dim & (pool.dim - 1) == 0
 
 
+def takes_chunk_attention(q: Tensor, keys: HeadPool, *rest: object, **options: object) -> bool:
+    return takes(keys)
+
+
 def chunk_attention(
     q: Tensor,
     keys: HeadPool,
@@ -160,7 +164,7 @@ def chunk_attention(
     span: int,
     gate: Tensor | None = None,
 ) -> Tensor:
-    """See reference.paged_attention without ancestors; span: of the longest sequence, rows included."""
+    """See cpu.paged_attention without ancestors; span: of the longest sequence, rows included."""
     q = q.contiguous()
     batch, rows, heads, dim = q.shape
     kv_heads, page = keys.codes.shape[1:3]
@@ -170,14 +174,14 @@ def chunk_attention(
         assert side.codes.is_contiguous() and side.page == page, f"{side.codes.shape}"
     widths = [2 if side.format.quantised else side.codes.element_size() for side in sides]
     tiled = reads_tiles(dim, max(widths), q.device)
-    chosen = descriptor_tiles() if tiled else tiles(dim * max(widths) // 2, capability_of(q.device))
+    sizes = descriptor_tiles() if tiled else tiles(dim * max(widths) // 2, capability_of(q.device))
     out = torch.empty(batch, rows, heads, dim, device=q.device)
     gates = out if gate is None else gate
     if gates.stride(-1) != 1 or gates.stride(0) != rows * gates.stride(1):
         gates = gates.contiguous()
 
-    whole = max(page, chosen["BLOCK_N"])
-    assert whole % page == 0 and whole % chosen["BLOCK_N"] == 0, f"pages of {page}, {chosen}"
+    whole = max(page, sizes["BLOCK_N"])
+    assert whole % page == 0 and whole % sizes["BLOCK_N"] == 0, f"pages of {page}, {sizes}"
     step = max(whole, SLICE_BYTES // (sum(widths) * kv_heads * dim) // whole * whole)
     carried = [torch.empty(rows, heads, device=q.device) for _ in range(2)]
     spans = [span]
@@ -189,12 +193,12 @@ def chunk_attention(
         for first, end in slices:
             count = min(step, end - first)
             sources = [_slice(side, page_table[item], first, count) for side in sides]
-            read = _descriptors(queries, *sources, chosen) if tiled else (queries, *sources)
-            _chunk_attention_kernel[(heads, triton.cdiv(rows, chosen["BLOCK_M"]))](
+            read = _descriptors(queries, *sources, sizes) if tiled else (queries, *sources)
+            _chunk_attention_kernel[(heads, triton.cdiv(rows, sizes["BLOCK_M"]))](
                 *read, lengths[item:], gates[item], out[item], *carried,
                 gates.stride(1), gates.stride(2), dim**-0.5 * LOG2_E, rows, first, first + count,
                 KV=kv_heads, GROUP=heads // kv_heads, D=dim, BEGIN=first == 0, END=first + count >= end,
-                GATE=gate is not None, PRECISION="ieee", DESCRIPTORS=tiled, **chosen,
+                GATE=gate is not None, PRECISION="ieee", DESCRIPTORS=tiled, **sizes,
             )  # fmt: skip
     return out
 
@@ -206,12 +210,12 @@ def _scaled(q: Tensor, keys: HeadPool) -> Tensor:
     return torch.mul(q, q.shape[-1] ** -0.5 * LOG2_E, out=scaled)
 
 
-def _descriptors(q: Tensor, keys: Tensor, values: Tensor, chosen: dict[str, int]) -> list[Any]:
+def _descriptors(q: Tensor, keys: Tensor, values: Tensor, sizes: dict[str, int]) -> list[Any]:
     """Return descriptors of the tiles of queries, of keys and of values."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     assert q.dtype == keys.dtype, f"queries in {q.dtype}, keys in {keys.dtype}"
-    sides = ((q, chosen["BLOCK_M"]), (keys, chosen["BLOCK_N"]), (values, chosen["BLOCK_N"]))
+    sides = ((q, sizes["BLOCK_M"]), (keys, sizes["BLOCK_N"]), (values, sizes["BLOCK_N"]))
     return [TensorDescriptor.from_tensor(part.flatten(1), [rows, part.shape[-1]]) for part, rows in sides]
 
 

@@ -21,7 +21,7 @@ def tree_rows(
     window: int | None = None,
     gate: Tensor | None = None,
 ) -> Tensor:
-    """See reference.paged_attention; for trees of at most MAX_ROWS rows, by a kernel's ragged_attention."""
+    """See cpu.paged_attention; for trees of at most MAX_ROWS rows, by a kernel's ragged_attention."""
     assert q.shape[1] <= MAX_ROWS, f"{q.shape[1]} rows, at most {MAX_ROWS}"
     out = ragged(
         q.flatten(0, 1),

@@ -62,15 +62,15 @@ def _extent(span, split, SPLITS: tl.constexpr):
 
 @triton.jit
 def _store_part(
-    part_top, part_weight, part_sum, head, slot, query, count, kept, top, weight, sum_,
+    part_top, part_weight, part_sum, head, slot, query, count, stored, top, weight, sum_,
     SLOTS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store the partial results of queries `query` of `count`, those that are `kept`."""
     at = (head * SLOTS + slot) * count + query
     dims = tl.arange(0, BLOCK)
-    tl.store(part_top + at, top, mask=kept)
-    tl.store(part_weight + at, weight, mask=kept)
-    tl.store(part_sum + at[:, None] * D + dims[None, :], sum_, mask=kept[:, None] & (dims < D)[None, :])
+    tl.store(part_top + at, top, mask=stored)
+    tl.store(part_weight + at, weight, mask=stored)
+    tl.store(part_sum + at[:, None] * D + dims[None, :], sum_, mask=stored[:, None] & (dims < D)[None, :])
 
 
 @triton.jit
@@ -109,7 +109,7 @@ def _bit_count(bits):
 
 @triton.jit
 def _sequence(
-    first, tile, row, sequences, each, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, RAGGED: tl.constexpr
+    first, tile, row, sequences, most, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, RAGGED: tl.constexpr
 ):
     """The sequence of `row`, or below 0 of `tile`; the tile's number in it; its first row and their count."""
     if RAGGED:
@@ -125,9 +125,9 @@ def _sequence(
         # A tile after the last: no rows.
         return tl.maximum(item, 0), tile, begin, tl.where(item < 0, 0, end - begin).to(tl.int32)
     else:
-        tiles = tl.cdiv(each * GROUP, BLOCK_M)
-        item = tl.where(row < 0, tile // tiles, row // each)
-        return item, tile % tiles, item.to(tl.int64) * each, each
+        tiles = tl.cdiv(most * GROUP, BLOCK_M)
+        item = tl.where(row < 0, tile // tiles, row // most)
+        return item, tile % tiles, item.to(tl.int64) * most, most
 
 
 @triton.jit
@@ -155,10 +155,10 @@ def _add_committed(
     query = start_row * GROUP + tile * BLOCK_M + tl.arange(0, BLOCK_M)
     live = query < (start_row + count) * GROUP
     position = length + _bit_count(tl.load(ancestors + query // GROUP, mask=live, other=1)) - 1
-    own = position // 64
-    splits = _splits_of(own, SPLITS, SPLITS0, TIER0, SPLITS1, TIER1)
+    newest_block = position // 64
+    splits = _splits_of(newest_block, SPLITS, SPLITS0, TIER0, SPLITS1, TIER1)
     # Rows of this tile may be in the block after the root's, and there have another number of splits.
-    deep = tl.max(own, 0) - root
+    deep = tl.max(newest_block, 0) - root
     before = _splits_of(root, SPLITS, SPLITS0, TIER0, SPLITS1, TIER1)
     after = _splits_of(root + deep, SPLITS, SPLITS0, TIER0, SPLITS1, TIER1)
     passes = tl.where((before != after) & (turn > 0), 2, 1)
@@ -174,10 +174,10 @@ def _add_committed(
             sink = ((split == 0) & (begin > 0)).to(tl.int32)
         blocks = sink + tl.maximum(tl.cdiv(last + 1 - begin, stride), 0)
         # The last block of this slot that a query has; below 0: it has no such slot.
-        newest = tl.where(splits == stride, own - 2, -1)
+        newest = tl.where(splits == stride, newest_block - 2, -1)
         if turn == 0:
             begin, sink, blocks, slot, some = root - 1, 0, 1, SPLITS, root > 0
-            newest = tl.where(own == root, root - 1, -1)
+            newest = tl.where(newest_block == root, root - 1, -1)
         newest = tl.where(live, newest, -1)
         if some:
             queries = _queries(
@@ -228,12 +228,12 @@ def _add_assembled(
     """The last blocks of one row that hold rows of the tree."""
     bits = tl.load(ancestors + row)
     position = length + _bit_count(bits) - 1
-    own = position // 64
+    newest = position // 64
     query, live = row * GROUP + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_M) < GROUP
     if head == 0:
-        used = _splits_of(own, SPLITS, SPLITS0, TIER0, SPLITS1, TIER1)
-        tl.store(active + row, tl.minimum(used, tl.maximum(own - 1, 0)))
-    if own == 0:
+        used = _splits_of(newest, SPLITS, SPLITS0, TIER0, SPLITS1, TIER1)
+        tl.store(active + row, tl.minimum(used, tl.maximum(newest - 1, 0)))
+    if newest == 0:
         none = tl.full((BLOCK_M,), -float("inf"), tl.float32)
         tl.store(part_top + (head * (SPLITS + 2) + SPLITS) * rows * GROUP + query, none, mask=live)
     queries = _queries(
@@ -243,7 +243,7 @@ def _add_assembled(
     other, offset = tl.arange(0, 64), tl.arange(0, BLOCK_N)
     above = ((bits >> other.to(tl.int64)) & 1).to(tl.int32)
     depth = tl.where(above != 0, tl.cumsum(above, 0) - 1, -1)
-    for block in tl.range(length // 64, own + 1, num_stages=1):
+    for block in tl.range(length // 64, newest + 1, num_stages=1):
         top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
         weight = tl.zeros((BLOCK_M,), tl.float32)
         sum_ = tl.zeros((BLOCK_M, BLOCK), tl.float32)
@@ -262,7 +262,7 @@ def _add_assembled(
                 seen = seen & ((at < SINKS) | (at > position - window))[None, :]
             top, weight, sum_ = _accumulate(queries, k, v, seen, top, weight, sum_, PRECISION)
         _store_part(
-            part_top, part_weight, part_sum, head, SPLITS + 1 - (own - block), query, rows * GROUP, live,
+            part_top, part_weight, part_sum, head, SPLITS + 1 - (newest - block), query, rows * GROUP, live,
             top, weight, sum_, SPLITS + 2, D, BLOCK,
         )  # fmt: skip
 
@@ -320,8 +320,8 @@ def _ring_kernel(
     length = tl.load(lengths + slot).to(tl.int32)
     begin = tl.load(starts + slot).to(tl.int32)
     first, last, used = _extent(tl.minimum(length, ring), split, SPLITS)
-    own = tl.where(split == SPLITS, T, 0)
-    if (first < last) | (own > 0):
+    block_rows = tl.where(split == SPLITS, T, 0)
+    if (first < last) | (block_rows > 0):
         rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         node = rows // GROUP
         live = node < T
@@ -347,7 +347,7 @@ def _ring_kernel(
             if CAUSAL:
                 seen = seen & (apart >= 0)
             top, weight, sum_ = _accumulate(queries, k, v, seen, top, weight, sum_, PRECISION)
-        for start in tl.range(0, own, BLOCK_N, num_stages=1):
+        for start in tl.range(0, block_rows, BLOCK_N, num_stages=1):
             row = start + tl.arange(0, BLOCK_N)
             present = row < T
             held = tl.load(positions + item * T + row, mask=present, other=0).to(tl.int32)
@@ -502,8 +502,8 @@ def ragged_attention(
     assert first is not None or rows % sequences == 0, f"{rows} rows of {sequences} sequences"
     parts, rotation, group = SplitResults(q, kv_heads, TAILS), group_size(dim), heads // kv_heads
     row_bytes = max(keys.format.code_bytes(dim), values.format.code_bytes(dim))
-    chosen = tiles(dim, row_bytes, capability_of(q.device))
-    block = chosen["BLOCK_M"]
+    sizes = tiles(dim, row_bytes, capability_of(q.device))
+    block = sizes["BLOCK_M"]
     assert group <= block, f"{group} query heads of a KV head, at most {block}"
     if first is None:
         count = sequences * triton.cdiv(rows // sequences * group, block)
@@ -519,13 +519,24 @@ def ragged_attention(
         TIER1=TIERS[1][0], SPLITS1=TIERS[1][1], WINDOW=window is not None, RAGGED=first is not None,
         PRECISION="ieee",
         # A fused multiply-add rounds once: the two loops must not differ in that.
-        enable_fp_fusion=False, **chosen,
+        enable_fp_fusion=False, **sizes,
     )  # fmt: skip
     end = None if first is None else first[-1:]
     return parts.merge(gate, rotation if values.format.quantised else 0, end)
 
 
 paged_attention = partial(tree_rows, ragged_attention)
+
+
+def takes_paged_attention(
+    q: Tensor, keys: HeadPool, values: HeadPool, *tables: Tensor | None, **options: object
+) -> bool:
+    """Return whether the kernel takes them, for a tree: tables are page_table, lengths, ancestors, first."""
+    return tables[2] is not None and takes(keys) and takes(values)
+
+
+def takes_block_attention(q: Tensor, *rest: object, **options: object) -> bool:
+    return q.shape[-1] >= 16  # of a tensor-core mma
 
 
 def block_attention(
@@ -542,7 +553,7 @@ def block_attention(
     window: int | None,
     causal: bool,
 ) -> Tensor:
-    """See reference.block_attention."""
+    """See cpu.block_attention."""
     q, k, v = (x.contiguous() for x in (q, k, v))
     rows, heads, dim = q.shape[1:]
     kv_heads = k.shape[2]
@@ -550,13 +561,13 @@ def block_attention(
     assert ring_keys.is_contiguous() and ring_values.is_contiguous(), f"{ring_keys.stride()}"
     assert dim >= 16 and heads % kv_heads == 0, f"heads of {dim}, {heads} over {kv_heads}"
     parts = SplitResults(q.flatten(0, 1), kv_heads, 1)
-    chosen = tiles(dim, dim * ring_keys.element_size(), capability_of(q.device))
-    grid = (triton.cdiv(rows * heads // kv_heads, chosen["BLOCK_M"]), len(q) * kv_heads, SPLITS + 1)
+    sizes = tiles(dim, dim * ring_keys.element_size(), capability_of(q.device))
+    grid = (triton.cdiv(rows * heads // kv_heads, sizes["BLOCK_M"]), len(q) * kv_heads, SPLITS + 1)
     _ring_kernel[grid](
         q, k, v, positions.contiguous(), ring_keys, ring_values, slots, lengths, starts,
         parts.tops, parts.weights, parts.sums, parts.active, dim**-0.5 * LOG2_E, rows, ring_keys.shape[1],
         window or 0,
         KV=kv_heads, GROUP=heads // kv_heads, D=dim, BLOCK=triton.next_power_of_2(dim), SPLITS=SPLITS,
-        CAUSAL=causal, PRECISION="ieee", **chosen,
+        CAUSAL=causal, PRECISION="ieee", **sizes,
     )  # fmt: skip
     return parts.merge(None).view(q.shape)

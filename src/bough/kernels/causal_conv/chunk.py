@@ -8,24 +8,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bough.kernels.causal_conv.records import ConvRows, ConvWeights, DeltaBuffers, DeltaHeads
 from bough.kernels.causal_conv.reference import L2_EPS
+from bough.kernels.causal_conv.triton_kernels import takes_tree_conv
 
 ROWS = 16  # of a program; more than a window, so only the first program reads the window
 
 
 @triton.jit
 def _before(
-    at, wanted, taken, item, slot, channels, window, stash, path, PATH, SAVED,
+    at, needed, taken, item, slot, channels, window, stash, path, PATH, SAVED,
     CHANNELS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Inputs of path and window before the chunk, the newest at -1; zero if not wanted."""
     from_path = taken + at
-    kept = wanted & (from_path >= 0)
-    saved = tl.load(path + item * PATH + from_path, mask=kept, other=0)
+    on_path = needed & (from_path >= 0)
+    saved = tl.load(path + item * PATH + from_path, mask=on_path, other=0)
     new = stash + ((slot * SAVED + saved) * CHANNELS)[:, None] + channels[None, :]
     old = window + ((slot * (WIDTH - 1) + from_path + WIDTH - 1) * CHANNELS)[:, None] + channels[None, :]
-    x = tl.load(new, mask=kept[:, None], other=0.0).to(tl.float32)
-    return x + tl.load(old, mask=(wanted & (from_path < 0))[:, None], other=0.0).to(tl.float32)
+    x = tl.load(new, mask=on_path[:, None], other=0.0).to(tl.float32)
+    return x + tl.load(old, mask=(needed & (from_path < 0))[:, None], other=0.0).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["T", "PATH", "SAVED"])
@@ -83,58 +85,50 @@ def _chunk_conv_kernel(
 
     if block == 0:
         entry = tl.arange(0, WINDOW).to(tl.int64)
-        wanted = entry < WIDTH - 1
+        inside = entry < WIDTH - 1
         newest = T - (WIDTH - 1) + entry
-        kept = tl.load(
+        newest_inputs = tl.load(
             inputs + ((item * T + newest) * input_stride)[:, None] + channels[None, :],
-            mask=(wanted & (newest >= 0))[:, None], other=0.0,
+            mask=(inside & (newest >= 0))[:, None], other=0.0,
         ).to(window.dtype.element_ty).to(tl.float32)  # fmt: skip
-        kept += _before(
-            newest, wanted & (newest < 0), taken, item, slot, channels, window, stash, path, PATH, SAVED,
+        newest_inputs += _before(
+            newest, inside & (newest < 0), taken, item, slot, channels, window, stash, path, PATH, SAVED,
             CHANNELS, WIDTH,
         )  # fmt: skip
         tl.debug_barrier()  # all reads of the old window are done
         target = ((slot * (WIDTH - 1) + entry) * CHANNELS)[:, None] + channels[None, :]
-        tl.store(window + target, kept.to(window.dtype.element_ty), mask=wanted[:, None])
+        tl.store(window + target, newest_inputs.to(window.dtype.element_ty), mask=inside[:, None])
+
+
+takes_chunk_heads = takes_tree_conv
 
 
 def chunk_heads(
-    inputs: Tensor,
-    alpha: Tensor,
-    beta: Tensor,
-    weight: Tensor,
-    decay: Tensor,
-    bias: Tensor,
-    *,
-    window: Tensor,
-    tree_inputs: Tensor,
-    slots: Tensor,
-    path: Tensor,
-    count: Tensor,
-    key_heads: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    inputs: Tensor, alpha: Tensor, beta: Tensor, weights: ConvWeights, buffers: DeltaBuffers, rows: ConvRows
+) -> DeltaHeads:
     """See reference.chunk_heads; q and k are float16."""
-    batch, rows, channels = inputs.shape
-    value_heads, width = alpha.shape[2], weight.shape[1]
-    dim = channels // (2 * key_heads + value_heads)
+    batch, count, _ = inputs.shape
+    key_heads, value_heads, dim = weights.key_heads, len(weights.decay), weights.head_dim
+    parameters, width = (weights.taps, weights.decay, weights.bias), weights.taps.shape[1]
+    window, saved, tables = buffers.window, buffers.tree_inputs, (rows.slots, rows.path, rows.count)
     assert width <= ROWS, f"a convolution over {width} rows, at most {ROWS}"
-    for part in (weight, decay, bias, window, tree_inputs, slots, path, count):
+    for part in (*parameters, window, saved, *tables):
         assert part.is_contiguous(), f"{part.shape}, strides {part.stride()}"
-    assert window.dtype == tree_inputs.dtype, f"{window.dtype}, {tree_inputs.dtype}"
+    assert window.dtype == saved.dtype, f"{window.dtype}, {saved.dtype}"
     # One row stride each: they may be slices of one matmul output.
     inputs, alpha, beta = (x if x.stride(-1) == 1 else x.contiguous() for x in (inputs, alpha, beta))
     inputs, alpha, beta = (x.flatten(0, 1) for x in (inputs, alpha, beta))
 
     def new(heads: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(batch, rows, heads, *shape, dtype=dtype, device=inputs.device)
+        return torch.empty(batch, count, heads, *shape, dtype=dtype, device=inputs.device)
 
     q, k = (new(key_heads, dim, dtype=torch.float16) for _ in range(2))
-    v, g, strength = new(value_heads, dim), new(value_heads), new(value_heads)
-    _chunk_conv_kernel[(triton.cdiv(rows, ROWS), 2 * key_heads + value_heads, batch)](
-        inputs, alpha, beta, weight, decay, bias, window, tree_inputs, slots, path, count,
-        q, k, v, g, strength, inputs.stride(0), alpha.stride(0), beta.stride(0), rows, path.shape[1],
-        tree_inputs.shape[1], L2_EPS, dim**-0.5,
+    heads = DeltaHeads(q, k, new(value_heads, dim), new(value_heads), new(value_heads))
+    _chunk_conv_kernel[(triton.cdiv(count, ROWS), 2 * key_heads + value_heads, batch)](
+        inputs, alpha, beta, *parameters, window, saved, *tables,
+        *heads, inputs.stride(0), alpha.stride(0), beta.stride(0), count, rows.path.shape[1],
+        saved.shape[1], L2_EPS, dim**-0.5,
         KEY_HEADS=key_heads, VALUE_HEADS=value_heads, D=dim, WIDTH=width, ROWS=ROWS,
         WINDOW=triton.next_power_of_2(max(1, width - 1)), num_warps=4,
     )  # fmt: skip
-    return q, k, v, g, strength
+    return heads

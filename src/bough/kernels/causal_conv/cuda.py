@@ -6,8 +6,8 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
+from bough.kernels.causal_conv.records import ConvRows, ConvWeights, DeltaBuffers, DeltaHeads, empty_heads
 from bough.kernels.causal_conv.reference import L2_EPS
-from bough.kernels.runtime.backends import runs
 from bough.kernels.runtime.device import card_of
 from bough.kernels.runtime.driver import Kernel, Module
 from bough.kernels.runtime.nvrtc import compile_cubin
@@ -22,16 +22,12 @@ def source() -> str:
     return pdl_source("causal_conv", "tree.cu")
 
 
-def takes(inputs: Tensor, weight: Tensor, alpha: Tensor, window: Tensor, key_heads: int) -> bool:
-    """Return whether the kernel takes such heads and types on this card."""
-    dim = weight.shape[0] // (2 * key_heads + alpha.shape[-1])
-    return (
-        dim == DIM
-        and weight.shape[1] == TAPS
-        and inputs.shape[-2] <= MAX_ROWS
-        and window.dtype in (torch.float16, torch.float32)
-        and runs("tree convolution", "cuda", inputs.device)
-    )
+def takes_tree_conv(
+    inputs: Tensor, alpha: Tensor, beta: Tensor, weights: ConvWeights, buffers: DeltaBuffers, rows: ConvRows
+) -> bool:
+    """Return whether the kernel takes such heads and types."""
+    sizes = weights.head_dim == DIM and weights.taps.shape[1] == TAPS and inputs.shape[-2] <= MAX_ROWS
+    return sizes and buffers.window.dtype in (torch.float16, torch.float32)
 
 
 def warps_of(sequences: int) -> int:
@@ -60,55 +56,38 @@ def _strided(x: Tensor) -> Tensor:
 
 
 def tree_conv(
-    inputs: Tensor,
-    alpha: Tensor,
-    beta: Tensor,
-    weight: Tensor,
-    decay: Tensor,
-    bias: Tensor,
-    *,
-    window: Tensor,
-    tree_inputs: Tensor,
-    tree_gates: Tensor,
-    slots: Tensor,
-    path: Tensor,
-    count: Tensor,
-    index: Tensor,
-    key_heads: int,
-    first: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    inputs: Tensor, alpha: Tensor, beta: Tensor, weights: ConvWeights, buffers: DeltaBuffers, rows: ConvRows
+) -> DeltaHeads:
     """See reference.tree_conv; rows after a path, and padding, are not written."""
-    batch, (rows, channels) = len(slots), inputs.shape[-2:]
-    length, value_heads, saved = path.shape[1], alpha.shape[-1], tree_inputs.shape[1]
+    batch, (count, channels), value_heads = len(rows.slots), inputs.shape[-2:], len(weights.decay)
+    key_heads, length, saved = weights.key_heads, rows.path.shape[1], buffers.tree_inputs.shape[1]
+    parameters = (weights.taps, weights.decay, weights.bias)
+    saves = (buffers.window, buffers.tree_inputs, buffers.tree_gates)
+    tables, first = (rows.slots, rows.path, rows.count, rows.index), rows.first
     assert channels == (2 * key_heads + value_heads) * DIM, f"{channels} channels"
-    assert rows <= (MAX_ROWS if first is not None else min(saved, MAX_ROWS)), f"{rows} rows, room for {saved}"
-    for part in (weight, decay, bias, window, tree_inputs, tree_gates, slots, path, count, index):
+    room = MAX_ROWS if first is not None else min(saved, MAX_ROWS)
+    assert count <= room, f"{count} rows, room for {room}"
+    for part in (*parameters, *saves, *tables):
         assert part.is_contiguous(), f"{part.shape}, strides {part.stride()}"
-    assert window.dtype == tree_inputs.dtype, f"{window.dtype}, {tree_inputs.dtype}"
-    assert all(x.dtype == torch.float32 for x in (inputs, alpha, beta, weight, decay, bias, tree_gates))
-    assert all(x.dtype == torch.int64 for x in (slots, path, count, index))
+    half = buffers.window.dtype == torch.float16
+    assert buffers.tree_inputs.dtype == buffers.window.dtype, f"{buffers.tree_inputs.dtype}"
+    floats = (inputs, alpha, beta, *parameters, buffers.tree_gates)
+    assert all(part.dtype == torch.float32 for part in floats)
+    assert all(part.dtype == torch.int64 for part in tables)
     inputs = _strided(inputs)
     alpha, beta = (x.flatten(0, -2) for x in (alpha, beta))
     alpha, beta = (x if x.stride(1) == 1 else x.contiguous() for x in (alpha, beta))
-
-    def new(*shape: int) -> Tensor:
-        lead = (batch,) if first is None else ()
-        return torch.empty(*lead, *shape, dtype=torch.float32, device=inputs.device)
-
-    joined = rows + (length if first is None else batch * length)
-    q, k, v = new(rows, key_heads, DIM), new(joined, key_heads, DIM), new(joined, value_heads, DIM)
-    g, strength = new(joined, value_heads), new(joined, value_heads)
+    heads = empty_heads(inputs, weights, rows, count)
     strides = (inputs.stride(0), alpha.stride(0), beta.stride(0))
-    numbers = (rows, length, saved, key_heads, value_heads)
-    _kernel(window.dtype == torch.float16, warps_of(batch), inputs.device)(
+    numbers = (count, length, saved, key_heads, value_heads)
+    _kernel(half, warps_of(batch), inputs.device)(
         (2 * key_heads + value_heads, batch),
         [
-            *(inputs, alpha, beta, weight, decay, bias, window, tree_inputs, tree_gates),
-            *(slots, path, count, index, c_void_p(None) if first is None else first),
-            *(q, k, v, g, strength),
+            *(inputs, alpha, beta, *parameters, *saves, *tables, c_void_p(None) if first is None else first),
+            *heads,
             *map(c_longlong, strides),
             *map(c_int, numbers),
             *map(c_float, (L2_EPS, DIM**-0.5)),
         ],
     )
-    return q, k, v, g, strength
+    return heads

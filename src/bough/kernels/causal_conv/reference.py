@@ -5,12 +5,12 @@ newest inputs before the step, oldest first. Channels: queries, keys, values, he
 """
 
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from bough.kernels.causal_conv.records import ConvRows, ConvWeights, DeltaBuffers, DeltaHeads
 from bough.kernels.norm_rope.reference import l2_norm
 
 # The l2 norm of queries and keys has its own constant in the trained models, independent of the file's rms
@@ -27,33 +27,21 @@ def chunk_conv(inputs: Tensor, window: Tensor, weight: Tensor) -> tuple[Tensor, 
 
 
 def chunk_heads(
-    inputs: Tensor,
-    alpha: Tensor,
-    beta: Tensor,
-    weight: Tensor,
-    decay: Tensor,
-    bias: Tensor,
-    *,
-    window: Tensor,
-    tree_inputs: Tensor,
-    slots: Tensor,
-    path: Tensor,
-    count: Tensor,
-    key_heads: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    inputs: Tensor, alpha: Tensor, beta: Tensor, weights: ConvWeights, buffers: DeltaBuffers, rows: ConvRows
+) -> DeltaHeads:
     """Return the delta rule's inputs for a chunk that follows the last tree's uncommitted path.
 
-    Shapes as in `tree_conv`: q, k [B, T, Hk, D], v [B, T, Hv, D], g, beta [B, T, Hv]. Advance the windows to
-    the end of the chunk.
+    inputs [B, T, C]; alpha, beta [B, T, Hv]. Advance the windows to the end of the chunk.
     """
-    dim = weight.shape[0] // (2 * key_heads + alpha.shape[2])
+    dim, slots, window = weights.head_dim, rows.slots, buffers.window
     before = window[slots]
-    if path.shape[1]:
+    if rows.path.shape[1]:
         batch = torch.arange(len(slots), device=slots.device)[:, None]
-        kept = torch.arange(before.shape[1], device=slots.device) + count[:, None]
-        before = torch.cat([before, tree_inputs[slots[:, None], path]], 1)[batch, kept]
-    mixed, window[slots] = chunk_conv(inputs.to(window.dtype), before, weight)
-    return *split_heads(mixed, key_heads, dim), *delta_gates(alpha, beta, decay, bias)
+        newest = torch.arange(before.shape[1], device=slots.device) + rows.count[:, None]
+        before = torch.cat([before, buffers.tree_inputs[slots[:, None], rows.path]], 1)[batch, newest]
+    mixed, window[slots] = chunk_conv(inputs.to(window.dtype), before, weights.taps)
+    gates = delta_gates(alpha, beta, weights.decay, weights.bias)
+    return DeltaHeads(*split_heads(mixed, weights.key_heads, dim), *gates)
 
 
 def conv_index(parents: Tensor, width: int, count: Tensor, path: int, first: Tensor | None = None) -> Tensor:
@@ -64,8 +52,8 @@ def conv_index(parents: Tensor, width: int, count: Tensor, path: int, first: Ten
     [N], those of sequence s from first[s] to first[s + 1]; the result is [B * path + N, width].
     """
     if first is not None:
-        own = (parents[begin:end][None] for begin, end in pairwise(first.tolist()))
-        parts = (conv_index(p, width, n, path)[0] for p, n in zip(own, count.split(1), strict=True))
+        trees = (parents[begin:end][None] for begin, end in pairwise(first.tolist()))
+        parts = (conv_index(p, width, n, path)[0] for p, n in zip(trees, count.split(1), strict=True))
         return torch.cat([*parts, parents.new_zeros(len(parents) - int(first[-1]), width)])
     batch, rows = parents.shape
     chain = torch.arange(-1, path - 1, device=parents.device).expand(batch, -1)
@@ -99,62 +87,45 @@ def split_heads(mixed: Tensor, key_heads: int, dim: int) -> tuple[Tensor, Tensor
 
 
 def tree_conv(
-    inputs: Tensor,
-    alpha: Tensor,
-    beta: Tensor,
-    weight: Tensor,
-    decay: Tensor,
-    bias: Tensor,
-    *,
-    window: Tensor,
-    tree_inputs: Tensor,
-    tree_gates: Tensor,
-    slots: Tensor,
-    path: Tensor,
-    count: Tensor,
-    index: Tensor,
-    key_heads: int,
-    first: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    inputs: Tensor, alpha: Tensor, beta: Tensor, weights: ConvWeights, buffers: DeltaBuffers, rows: ConvRows
+) -> DeltaHeads:
     """Return the delta rule's inputs for a tree's rows and for the last tree's uncommitted path.
 
-    inputs [B, T, C]; alpha, beta [B, T, Hv]; of all slots: window [slots, K-1, C], tree_inputs [slots, N, C],
-    tree_gates [slots, N, 2, Hv]; path [B, P], its first `count` [B] rows; index from `conv_index`.
-    Returns q [B, T, Hk, D] and, path first, k [B, P+T, Hk, D], v [B, P+T, Hv, D], g and beta [B, P+T, Hv],
-    which are zero after a path. Advances the windows and saves the tree's rows in tree_inputs and tree_gates;
-    a tree without rows changes nothing. Ragged rows: inputs, alpha, beta [N, ...], those of sequence s from
-    first[s] to first[s + 1]; q [N, ...] and k, v, g, beta [B * P + N, ...].
+    inputs [B, T, C]; alpha, beta [B, T, Hv]. g and beta are zero after a path. Advances the windows and saves
+    the tree's rows in tree_inputs and tree_gates; a tree without rows changes nothing. Ragged rows: inputs,
+    alpha, beta [N, ...], those of sequence s from first[s] to first[s + 1]; q [N, ...] and k, v, g, beta
+    [B * P + N, ...].
     """
+    window, tree_inputs, tree_gates = buffers.window, buffers.tree_inputs, buffers.tree_gates
+    slots, path, count, first = rows.slots, rows.path, rows.count, rows.first
+    length = path.shape[1]
     if first is not None:
-        tensors: dict[str, Any] = {"window": window, "tree_inputs": tree_inputs, "tree_gates": tree_gates}
-        found, length = [], path.shape[1]
+        parts = []
         for item, (begin, end) in enumerate(pairwise(first.tolist())):
-            rows = (x[begin:end][None] for x in (inputs, alpha, beta))
-            own = {"slots": slots[item, None], "path": path[item, None], "count": count[item, None]}
-            places = index[item * length + begin : (item + 1) * length + end][None]
-            rest: dict[str, Any] = {**tensors, **own, "index": places, "key_heads": key_heads}
-            found.append(tree_conv(*rows, weight, decay, bias, **rest))
-        spare = [part.new_zeros(1, len(inputs) - int(first[-1]), *part.shape[2:]) for part in found[0]]
-        q, k, v, g, beta = (torch.cat(parts, 1)[0] for parts in zip(*found, spare, strict=True))
-        return q, k, v, g, beta
-    rows, length, dim = inputs.shape[1], path.shape[1], weight.shape[0] // (2 * key_heads + alpha.shape[2])
+            index = rows.index[item * length + begin : (item + 1) * length + end][None]
+            alone = ConvRows(slots[item, None], path[item, None], count[item, None], index)
+            tree = (x[begin:end][None] for x in (inputs, alpha, beta))
+            parts.append(tree_conv(*tree, weights, buffers, alone))
+        spare = [part.new_zeros(1, len(inputs) - int(first[-1]), *part.shape[2:]) for part in parts[0]]
+        return DeltaHeads(*(torch.cat(part, 1)[0] for part in zip(*parts, spare, strict=True)))
+    tree_rows = inputs.shape[1]
     # Rows are computed from the saved precision, so that a commit reads the same numbers.
     inputs = inputs.to(tree_inputs.dtype)
-    g, beta = delta_gates(alpha, beta, decay, bias)
+    g, beta = delta_gates(alpha, beta, weights.decay, weights.bias)
     batch = torch.arange(len(slots), device=slots.device)[:, None]
     series = torch.cat([window[slots], tree_inputs[slots[:, None], path], inputs], 1)
-    mixed = (series[batch[..., None], index].float() * weight.T).sum(2)
+    mixed = (series[batch[..., None], rows.index].float() * weights.taps.T).sum(2)
     mixed = mixed * _sigmoid(mixed)
-    q, k, v = split_heads(mixed, key_heads, dim)
+    q, k, v = split_heads(mixed, weights.key_heads, weights.head_dim)
     if length:
         gates = tree_gates[slots[:, None], path]
         if int(count.min()) < length:
             beyond = torch.arange(length, device=slots.device) >= count[:, None]
             gates = gates.masked_fill(beyond[..., None, None], 0)
-    if length and rows:
+    if length and tree_rows:
         window[slots] = series[batch, torch.arange(window.shape[1], device=slots.device) + count[:, None]]
-    tree_inputs[slots, :rows] = inputs
-    tree_gates[slots, :rows, 0], tree_gates[slots, :rows, 1] = g, beta
+    tree_inputs[slots, :tree_rows] = inputs
+    tree_gates[slots, :tree_rows, 0], tree_gates[slots, :tree_rows, 1] = g, beta
     if length:
         g, beta = torch.cat([gates[:, :, 0], g], 1), torch.cat([gates[:, :, 1], beta], 1)
-    return q[:, length:], k, v, g, beta
+    return DeltaHeads(q[:, length:], k, v, g, beta)

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bough.kernels.causal_conv.records import ConvRows, ConvWeights, DeltaBuffers, DeltaHeads, empty_heads
 from bough.kernels.causal_conv.reference import L2_EPS
 
 ROWS = 16  # rows at a time
@@ -50,21 +51,21 @@ def _convolved(
         at = tl.load(index + (item * PATH + begin + rows) * WIDTH + tap, mask=live, other=0)
         old = at < WIDTH - 1
         new = at >= WIDTH - 1 + PATH
-        kept = (at >= WIDTH - 1) & (at < WIDTH - 1 + PATH)
-        saved = tl.load(path + item * PATH + at - (WIDTH - 1), mask=live & kept, other=0)
+        on_path = (at >= WIDTH - 1) & (at < WIDTH - 1 + PATH)
+        saved = tl.load(path + item * PATH + at - (WIDTH - 1), mask=live & on_path, other=0)
         x = tl.load(
             window + ((slot * (WIDTH - 1) + at) * CHANNELS)[:, None] + channels[None, :],
             mask=(live & old)[:, None], other=0.0,
         ).to(tl.float32)  # fmt: skip
         x += tl.load(
             stash + ((slot * SAVED + saved) * CHANNELS)[:, None] + channels[None, :],
-            mask=(live & kept)[:, None], other=0.0,
+            mask=(live & on_path)[:, None], other=0.0,
         ).to(tl.float32)  # fmt: skip
-        own = tl.load(
+        step_inputs = tl.load(
             inputs + ((begin + at - (WIDTH - 1) - PATH) * input_stride)[:, None] + channels[None, :],
             mask=(live & new)[:, None], other=0.0,
         )  # fmt: skip
-        x += own.to(stash.dtype.element_ty).to(tl.float32)
+        x += step_inputs.to(stash.dtype.element_ty).to(tl.float32)
         factor = tl.load(weight + channels * WIDTH + tap)
         sum_ += x * factor[None, :]
     return sum_ * tl.sigmoid(sum_)
@@ -143,24 +144,24 @@ def _conv_kernel(
 
     # The new window: the last inputs of [old window, path].
     entry = tl.arange(0, WINDOW)
-    wanted = entry < WIDTH - 1
+    inside = entry < WIDTH - 1
     from_ = taken + entry
-    was_old = wanted & (from_ < WIDTH - 1)
-    was_path = wanted & (from_ >= WIDTH - 1)
-    chosen = tl.load(path + item * PATH + from_ - (WIDTH - 1), mask=was_path, other=0)
+    was_old = inside & (from_ < WIDTH - 1)
+    was_path = inside & (from_ >= WIDTH - 1)
+    path_row = tl.load(path + item * PATH + from_ - (WIDTH - 1), mask=was_path, other=0)
     moved = tl.load(
         window + ((slot * (WIDTH - 1) + from_) * CHANNELS)[:, None] + channels[None, :],
         mask=was_old[:, None], other=0.0,
     )  # fmt: skip
     moved += tl.load(
-        stash + ((slot * SAVED + chosen) * CHANNELS)[:, None] + channels[None, :],
+        stash + ((slot * SAVED + path_row) * CHANNELS)[:, None] + channels[None, :],
         mask=was_path[:, None], other=0.0,
     )  # fmt: skip
 
     tl.debug_barrier()  # all reads of old rows are done
     target = ((slot * (WIDTH - 1) + entry) * CHANNELS)[:, None] + channels[None, :]
     if tree_rows > 0:
-        tl.store(window + target, moved, mask=wanted[:, None])
+        tl.store(window + target, moved, mask=inside[:, None])
     for start in range(0, tree_rows, ROWS):
         tree = start + tl.arange(0, ROWS)
         live = tree < tree_rows
@@ -180,10 +181,11 @@ def _conv_kernel(
             )
 
 
-def takes(weight: Tensor, alpha: Tensor, key_heads: int) -> bool:
+def takes_tree_conv(
+    inputs: Tensor, alpha: Tensor, beta: Tensor, weights: ConvWeights, buffers: DeltaBuffers, rows: ConvRows
+) -> bool:
     """Return whether the kernel takes such heads: a power of two of dims."""
-    dim = weight.shape[0] // (2 * key_heads + alpha.shape[-1])
-    return dim >= 16 and dim & (dim - 1) == 0
+    return weights.head_dim >= 16 and weights.head_dim & (weights.head_dim - 1) == 0
 
 
 def conv_index(parents: Tensor, width: int, count: Tensor, path: int, first: Tensor | None = None) -> Tensor:
@@ -200,49 +202,35 @@ def conv_index(parents: Tensor, width: int, count: Tensor, path: int, first: Ten
 
 
 def tree_conv(
-    inputs: Tensor,
-    alpha: Tensor,
-    beta: Tensor,
-    weight: Tensor,
-    decay: Tensor,
-    bias: Tensor,
-    *,
-    window: Tensor,
-    tree_inputs: Tensor,
-    tree_gates: Tensor,
-    slots: Tensor,
-    path: Tensor,
-    count: Tensor,
-    index: Tensor,
-    key_heads: int,
-    first: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    inputs: Tensor, alpha: Tensor, beta: Tensor, weights: ConvWeights, buffers: DeltaBuffers, rows: ConvRows
+) -> DeltaHeads:
     """See reference.tree_conv; rows after a path, and padding, are not written."""
-    batch, (rows, channels) = len(slots), inputs.shape[-2:]
-    length, value_heads, width = path.shape[1], alpha.shape[-1], weight.shape[1]
-    dim = channels // (2 * key_heads + value_heads)
-    assert takes(weight, alpha, key_heads), f"heads of {dim}, needed: a power of two, at least 16"
-    assert first is not None or rows <= tree_inputs.shape[1], f"{rows} rows, room for {tree_inputs.shape[1]}"
-    for part in (weight, decay, bias, window, tree_inputs, tree_gates, path, index):
+    batch, (count, _), value_heads = len(rows.slots), inputs.shape[-2:], len(weights.decay)
+    dim, length, width, saved = (
+        weights.head_dim,
+        rows.path.shape[1],
+        weights.taps.shape[1],
+        buffers.tree_inputs,
+    )
+    parameters = (weights.taps, weights.decay, weights.bias)
+    saves, tables = (
+        (buffers.window, saved, buffers.tree_gates),
+        (rows.slots, rows.path, rows.count, rows.index),
+    )
+    assert dim >= 16 and dim & (dim - 1) == 0, f"heads of {dim}, needed: a power of two, at least 16"
+    assert rows.first is not None or count <= saved.shape[1], f"{count} rows, room for {saved.shape[1]}"
+    for part in (*parameters, *saves, rows.path, rows.index):
         assert part.is_contiguous(), f"{part.shape}, strides {part.stride()}"
-    assert window.dtype == tree_inputs.dtype and tree_gates.dtype == torch.float32
+    assert buffers.window.dtype == saved.dtype and buffers.tree_gates.dtype == torch.float32
     # One row stride each: they may be slices of one matmul output.
     inputs, alpha, beta = (x if x.stride(-1) == 1 else x.contiguous() for x in (inputs, alpha, beta))
     inputs, alpha, beta = (x.flatten(0, -2) for x in (inputs, alpha, beta))
-
-    def new(*shape: int) -> Tensor:
-        lead = (batch,) if first is None else ()
-        return torch.empty(*lead, *shape, dtype=torch.float32, device=inputs.device)
-
-    joined = rows + (length if first is None else batch * length)
-    q, k, v = new(rows, key_heads, dim), new(joined, key_heads, dim), new(joined, value_heads, dim)
-    g, strength = new(joined, value_heads), new(joined, value_heads)
-    _conv_kernel[(2 * key_heads + value_heads, batch)](
-        inputs, alpha, beta, weight, decay, bias, window, tree_inputs, tree_gates, slots, path, count, index,
-        slots if first is None else first, q, k, v, g, strength,
-        inputs.stride(0), alpha.stride(0), beta.stride(0), rows, length, tree_inputs.shape[1],
-        L2_EPS, dim**-0.5, KEY_HEADS=key_heads, VALUE_HEADS=value_heads, D=dim, WIDTH=width, ROWS=ROWS,
-        WINDOW=triton.next_power_of_2(max(1, width - 1)), RAGGED=first is not None,
+    heads = empty_heads(inputs, weights, rows, count)
+    _conv_kernel[(2 * weights.key_heads + value_heads, batch)](
+        inputs, alpha, beta, *parameters, *saves, *tables, rows.slots if rows.first is None else rows.first,
+        *heads, inputs.stride(0), alpha.stride(0), beta.stride(0), count, length, saved.shape[1],
+        L2_EPS, dim**-0.5, KEY_HEADS=weights.key_heads, VALUE_HEADS=value_heads, D=dim, WIDTH=width,
+        ROWS=ROWS, WINDOW=triton.next_power_of_2(max(1, width - 1)), RAGGED=rows.first is not None,
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
-    return q, k, v, g, strength
+    return heads

@@ -5,7 +5,7 @@ in this package: one that no case launches fails it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -16,12 +16,14 @@ from torch import Tensor
 from bough.gguf.quants import dequantise
 from bough.gguf.types import QuantType
 from bough.kernels import attention, causal_conv, commit, delta_rule, experts, norm_rope, slot_mapping, tree
-from bough.kernels.attention import reference as attention_reference
+from bough.kernels.attention import cpu as attention_cpu
+from bough.kernels.causal_conv import ConvRows, ConvWeights, DeltaBuffers
 from bough.kernels.causal_conv import reference as conv_reference
 from bough.kernels.check.inputs import PAGE, Random, random_trees
 from bough.kernels.check.shapes import QUICK, Shapes, Sizes
 from bough.kernels.commit import reference as commit_reference
-from bough.kernels.delta_rule import reference as delta_reference
+from bough.kernels.delta_rule import DeltaHeads, DeltaRows
+from bough.kernels.delta_rule import cpu as delta_cpu
 from bough.kernels.embedding import embed
 from bough.kernels.experts import reference as experts_reference
 from bough.kernels.gather_rows import gather_rows
@@ -85,11 +87,11 @@ Cases = Iterator[tuple[str, str, Callable[[], Work]]]
 def cases_of(shapes: Shapes, device: torch.device, sizes: Sizes = QUICK) -> list[Case]:
     """Return the cases of a model's shapes; nothing is computed until one is made."""
     random = Random(device)
-    found: list[Case] = []
+    cases: list[Case] = []
     for group in (_matmuls, _norms, _experts, _attention, _drafts, _delta, _steps, _sampling, _embeddings):
         for operation, variant, make in group(shapes, random, sizes):
-            found.append(Case(operation, variant, partial(_made, random, make), shapes.name))
-    return found
+            cases.append(Case(operation, variant, partial(_made, random, make), shapes.name))
+    return cases
 
 
 def _made(random: Random, make: Callable[[], Work]) -> Work:
@@ -118,13 +120,10 @@ def _matmuls(shapes: Shapes, random: Random, sizes: Sizes) -> Cases:
         tolerance = 2e-3 if type in (Q.Q4_K, Q.Q5_K, Q.Q4_1, Q.Q5_1) else 1e-3
         buckets = dict.fromkeys(min(bucket for bucket in BUCKETS if bucket >= rows) for rows in shapes.rows)
         for rows in (*buckets, _MANY):
-            yield (
-                "matmul",
-                f"{type.name}, {rows} rows",
-                lambda type=type, rows=rows, tol=tolerance: _matmul(random, type, rows, sizes.matrix, tol),
-            )
+            variant = f"{type.name}, {rows} rows"
+            yield "matmul", variant, partial(_matmul, random, type, rows, sizes.matrix, tolerance)
         if shapes.int8:
-            yield "int8 matmul", f"{type.name}, {_MANY} rows", lambda type=type: _int8(random, type, sizes)
+            yield "int8 matmul", f"{type.name}, {_MANY} rows", partial(_int8, random, type, sizes)
 
 
 def _partial_sums(random: Random, type: QuantType, sizes: Sizes) -> Work:
@@ -170,14 +169,14 @@ def _int8(random: Random, type: QuantType, sizes: Sizes) -> Work:
 def _norms(shapes: Shapes, random: Random, sizes: Sizes) -> Cases:
     rows_of_step = max(shapes.rows)
     for type in shapes.types:
-        yield "norms", f"{type.name}, partial sums", lambda type=type: _partial_sums(random, type, sizes)
+        yield "norms", f"{type.name}, partial sums", partial(_partial_sums, random, type, sizes)
     for rows in (rows_of_step, 80):
-        yield "norms", f"norm, {rows} rows", lambda rows=rows: _norm(shapes, random, rows)
+        yield "norms", f"norm, {rows} rows", partial(_norm, shapes, random, rows)
         width = shapes.feed_forward
-        yield "norms", f"SiLU, {rows} rows", lambda rows=rows, width=width: _silu(random, rows, width)
+        yield "norms", f"SiLU, {rows} rows", partial(_silu, random, rows, width)
         if shapes.delta is not None:
-            yield "norms", f"gated norm, {rows} rows", lambda rows=rows: _gated_norm(shapes, random, rows)
-    yield "norms", "unpacked", lambda: _unpacked_norms(shapes, random)
+            yield "norms", f"gated norm, {rows} rows", partial(_gated_norm, shapes, random, rows)
+    yield "norms", "unpacked", partial(_unpacked_norms, shapes, random)
 
 
 def _norm(shapes: Shapes, random: Random, rows: int) -> Work:
@@ -269,14 +268,11 @@ def _experts(shapes: Shapes, random: Random, sizes: Sizes) -> Cases:
         return
     steps = dict.fromkeys(BUCKETS[0] if rows <= BUCKETS[0] else 24 for rows in shapes.rows)
     for rows in (1, *steps, _MANY):
-        yield "expert routing", f"{rows} rows", lambda rows=rows: _routing(shapes, random, rows)
+        yield "expert routing", f"{rows} rows", partial(_routing, shapes, random, rows)
     for type in shapes.expert_types:
         for rows in (*steps, _MANY):
-            yield (
-                "experts",
-                f"{type.name}, {rows} rows",
-                lambda type=type, rows=rows: _expert_matmul(shapes, random, type, rows, sizes),
-            )
+            variant = f"{type.name}, {rows} rows"
+            yield "experts", variant, partial(_expert_matmul, shapes, random, type, rows, sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,10 +333,10 @@ def _routing(shapes: Shapes, random: Random, rows: int) -> Work:
     def reference() -> Outputs:
         both = torch.cat([layer.router, layer.gate[None]]).double()
         logits = layer.x.double() @ both.T
-        weights, chosen = experts_reference.route(logits[:, :-1], layer.used)
+        weights, expert_ids = experts_reference.route(logits[:, :-1], layer.used)
         parts = outputs.double().view(rows, layer.used, -1)
         total = experts_reference.combine(layer.x.double(), logits[:, -1], parts, weights)
-        return [logits, weights, chosen.int(), total]
+        return [logits, weights, expert_ids.int(), total]
 
     return Work(run, reference, 1e-4, read=layer.router.nbytes)
 
@@ -349,17 +345,14 @@ def _attention(shapes: Shapes, random: Random, sizes: Sizes) -> Cases:
     for keys, values in shapes.kv:
         name = keys if keys == values else f"{keys}/{values}"
         for rows in shapes.rows:
+            variant = f"{name}, {rows} rows"
             yield (
                 "tree attention",
-                f"{name}, {rows} rows",
-                lambda kv=(keys, values), rows=rows: _tree_attention(shapes, random, kv, rows, sizes),
+                variant,
+                partial(_tree_attention, shapes, random, (keys, values), rows, sizes),
             )
-        yield (
-            "prompt attention",
-            name,
-            lambda kv=(keys, values): _prompt_attention(shapes, random, kv, sizes),
-        )
-        yield "KV cache", name, lambda kv=(keys, values): _cache_write(shapes, random, kv)
+        yield "prompt attention", name, partial(_prompt_attention, shapes, random, (keys, values), sizes)
+        yield "KV cache", name, partial(_cache_write, shapes, random, (keys, values))
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,7 +387,7 @@ def _tree_attention(shapes: Shapes, random: Random, kv: _Formats, rows: int, siz
     return Work(
         lambda: [attention.paged_attention(context.q, *tables, window=shapes.window, gate=context.gate)],
         lambda: [
-            attention_reference.paged_attention(
+            attention_cpu.paged_attention(
                 context.q.double(), *tables, window=shapes.window, gate=context.gate.double()
             )
         ],
@@ -412,7 +405,7 @@ def _prompt_attention(shapes: Shapes, random: Random, kv: _Formats, sizes: Sizes
     return Work(
         lambda: [attention.chunk_attention(context.q, *tables, span=span, gate=context.gate)],
         lambda: [
-            attention_reference.paged_attention(context.q.double(), *tables, None, gate=context.gate.double())
+            attention_cpu.paged_attention(context.q.double(), *tables, None, gate=context.gate.double())
         ],
         2e-2 if "bf16" in kv else 3e-3,
         flops=2 * sizes.chunk * heads * dim * (span + 70),
@@ -454,9 +447,9 @@ def _cache_write(shapes: Shapes, random: Random, kv: _Formats) -> Work:
 
 def _drafts(shapes: Shapes, random: Random, sizes: Sizes) -> Cases:
     if shapes.draft is not None:
-        yield "draft attention", "16 rows", lambda: _draft_attention(shapes, random)
-        yield "draft ring", "16 rows", lambda: _draft_ring(shapes, random)
-    yield "tree building", "22 nodes", lambda: _best_tree(random)
+        yield "draft attention", "16 rows", partial(_draft_attention, shapes, random)
+        yield "draft ring", "16 rows", partial(_draft_ring, shapes, random)
+    yield "tree building", "22 nodes", partial(_best_tree, random)
 
 
 def _draft_attention(shapes: Shapes, random: Random) -> Work:
@@ -470,7 +463,7 @@ def _draft_attention(shapes: Shapes, random: Random) -> Work:
     options: dict[str, Any] = {"window": None, "causal": False}
     return Work(
         lambda: [attention.block_attention(q, k, v, *rest, **options)],
-        lambda: [attention_reference.block_attention(q.double(), k.double(), v.double(), *rest, **options)],
+        lambda: [attention_cpu.block_attention(q.double(), k.double(), v.double(), *rest, **options)],
         3e-3,
     )
 
@@ -529,25 +522,20 @@ def _delta(shapes: Shapes, random: Random, sizes: Sizes) -> Cases:
     if shapes.delta is None:
         return
     for rows in shapes.rows:
-        yield "tree delta rule", f"{rows} rows", lambda rows=rows: _tree_delta(shapes.delta, random, rows)
-        yield "tree convolution", f"{rows} rows", lambda rows=rows: _tree_conv(shapes.delta, random, rows)
+        yield "tree delta rule", f"{rows} rows", partial(_tree_delta, shapes.delta, random, rows)
+        yield "tree convolution", f"{rows} rows", partial(_tree_conv, shapes.delta, random, rows)
     tokens = sizes.chunk
-    yield "prompt delta rule", f"{tokens} tokens", lambda: _prompt_delta(shapes.delta, random, tokens)
-    yield "prompt convolution", f"{tokens} tokens", lambda: _prompt_conv(shapes.delta, random, tokens)
+    yield "prompt delta rule", f"{tokens} tokens", partial(_prompt_delta, shapes.delta, random, tokens)
+    yield "prompt convolution", f"{tokens} tokens", partial(_prompt_conv, shapes.delta, random, tokens)
 
 
-def _delta_heads(delta: _Delta, random: Random, rows: int, path: int) -> list[Tensor]:
+def _delta_heads(delta: _Delta, random: Random, rows: int, path: int) -> DeltaHeads:
     key_heads, value_heads, dim, _ = delta
     q, k = random.normal(1, rows, key_heads, dim), random.normal(1, path + rows, key_heads, dim)
     q, k = q / q.norm(dim=-1, keepdim=True) * dim**-0.5, k / k.norm(dim=-1, keepdim=True)
     g = -random.uniform(1, path + rows, value_heads)
-    return [
-        q,
-        k,
-        random.normal(1, path + rows, value_heads, dim),
-        g,
-        random.uniform(1, path + rows, value_heads),
-    ]
+    v = random.normal(1, path + rows, value_heads, dim)
+    return DeltaHeads(q, k, v, g, random.uniform(1, path + rows, value_heads))
 
 
 def _tree_delta(delta: _Delta | None, random: Random, rows: int) -> Work:
@@ -558,13 +546,12 @@ def _tree_delta(delta: _Delta | None, random: Random, rows: int) -> Work:
     ancestors = random_trees(rows, device=random.device).ancestors
 
     def run(state: Tensor) -> Outputs:
-        order = delta_rule.tree_order(ancestors)
-        return [delta_rule.tree_delta(*heads, state, slots=slots, count=count, order=order), state]
+        rows = DeltaRows(slots, count, delta_rule.tree_order(ancestors))
+        return [delta_rule.tree_delta(heads, state, rows), state]
 
     def reference(state: Tensor) -> Outputs:
-        exact, order = state.double(), delta_reference.tree_order(ancestors)
-        rest = {"slots": slots, "count": count, "order": order}
-        return [delta_reference.tree_delta(*(part.double() for part in heads), exact, **rest), exact]
+        exact, rows = state.double(), DeltaRows(slots, count, delta_cpu.tree_order(ancestors))
+        return [delta_cpu.tree_delta(DeltaHeads(*(part.double() for part in heads)), exact, rows), exact]
 
     read = 2 * 4 * value_heads * dim * dim
     return Work(run, reference, 1e-5, lambda: [state.clone()], read=read)
@@ -575,48 +562,48 @@ def _tree_conv(delta: _Delta | None, random: Random, rows: int) -> Work:
     key_heads, value_heads, dim, taps = delta
     channels = (2 * key_heads + value_heads) * dim
     inputs, alpha, beta = (random.normal(1, rows, n) for n in (channels, value_heads, value_heads))
-    weights = random.normal(channels, taps), -random.uniform(value_heads), random.normal(value_heads)
+    decay, bias = -random.uniform(value_heads), random.normal(value_heads)
+    weights = ConvWeights(random.normal(channels, taps), decay, bias, key_heads)
     window, saved = random.normal(1, taps - 1, channels).half(), random.normal(1, _SAVED, channels).half()
     gates = random.uniform(1, _SAVED, 2, value_heads)
     slots, count = (torch.tensor(part).to(random.device) for part in ([0], [_PENDING]))
     path = random.order(_SAVED).sort().values[None]
     parents = random_trees(rows, device=random.device).parents
-    tables = {"slots": slots, "path": path, "count": count, "key_heads": key_heads}
 
-    def compute(index: Callable[..., Tensor], conv: Callable[..., Outputs], *buffers: Tensor) -> Outputs:
-        where = index(parents, taps, count, _SAVED)
-        names = ("window", "tree_inputs", "tree_gates")
-        own = dict(zip(names, buffers, strict=True))
-        q, *heads = conv(inputs, alpha, beta, *weights, **own, **tables, index=where)
+    def compute(index: Callable[..., Tensor], conv: Callable[..., Outputs], *saves: Tensor) -> Outputs:
+        step = ConvRows(slots, path, count, index(parents, taps, count, _SAVED))
+        buffers = DeltaBuffers(random.normal(0), *saves)
+        q, *heads = conv(inputs, alpha, beta, weights, buffers, step)
         # What follows a path, up to its room, is not written.
         parts = [torch.cat([part[:, :_PENDING], part[:, _SAVED:]], 1) for part in heads]
-        return [q, *parts, buffers[0]]
+        return [q, *parts, buffers.window]
 
     return Work(
         lambda *buffers: compute(causal_conv.conv_index, causal_conv.tree_conv, *buffers),
         lambda *buffers: compute(conv_reference.conv_index, conv_reference.tree_conv, *buffers),
         1e-4,
         lambda: [part.clone() for part in (window, saved, gates)],
-        read=weights[0].nbytes + inputs.nbytes,
+        read=weights.taps.nbytes + inputs.nbytes,
     )
 
 
 def _prompt_delta(delta: _Delta | None, random: Random, tokens: int) -> Work:
     assert delta is not None
     _, value_heads, dim, _ = delta
-    (q, k, v, *gates), state = _delta_heads(delta, random, tokens, 0), random.normal(1, value_heads, dim, dim)
-    q, k = q.half(), k.half()  # as the convolution of a prompt writes them
+    heads, state = _delta_heads(delta, random, tokens, 0), random.normal(1, value_heads, dim, dim)
+    # As the convolution of a prompt writes them.
+    heads = heads._replace(q=heads.q.half(), k=heads.k.half())
     slots = torch.tensor([0]).to(random.device)
 
     def run(state: Tensor, v: Tensor) -> Outputs:
-        return [delta_rule.slot_delta(q, k, v, *gates, state, slots=slots), state]
+        return [delta_rule.slot_delta(heads._replace(v=v), state, slots), state]
 
     def reference(state: Tensor, v: Tensor) -> Outputs:
-        exact, heads = state.double(), (part.double() for part in (q, k, v, *gates))
-        return [delta_reference.slot_delta(*heads, exact, slots=slots), exact]
+        exact = state.double()
+        return [delta_cpu.slot_delta(DeltaHeads(*(part.double() for part in heads)), exact, slots), exact]
 
     flops = 8 * tokens * value_heads * dim * dim
-    return Work(run, reference, 3e-3, lambda: [state.clone(), v.clone()], flops=flops)
+    return Work(run, reference, 3e-3, lambda: [state.clone(), heads.v.clone()], flops=flops)
 
 
 def _prompt_conv(delta: _Delta | None, random: Random, tokens: int) -> Work:
@@ -624,14 +611,16 @@ def _prompt_conv(delta: _Delta | None, random: Random, tokens: int) -> Work:
     key_heads, value_heads, dim, taps = delta
     channels = (2 * key_heads + value_heads) * dim
     inputs, alpha, beta = (random.normal(1, tokens, n) for n in (channels, value_heads, value_heads))
-    weights = random.normal(channels, taps), -random.uniform(value_heads), random.normal(value_heads)
+    decay, bias = -random.uniform(value_heads), random.normal(value_heads)
+    weights = ConvWeights(random.normal(channels, taps), decay, bias, key_heads)
     window, saved = random.normal(1, taps - 1, channels), random.normal(1, 24, channels)
     slots, count = (torch.tensor(part).to(random.device) for part in ([0], [_PENDING]))
     path = random.order(24).sort().values[None]
-    rest = {"tree_inputs": saved, "slots": slots, "path": path, "count": count, "key_heads": key_heads}
+    rows, unused = ConvRows(slots, path, count, path), random.normal(0)
 
     def compute(function: Callable[..., Outputs], window: Tensor) -> Outputs:
-        return [*function(inputs, alpha, beta, *weights, window=window, **rest), window]
+        buffers = DeltaBuffers(unused, window, saved, unused)
+        return [*function(inputs, alpha, beta, weights, buffers, rows), window]
 
     return Work(
         lambda window: compute(causal_conv.chunk_heads, window),
@@ -643,10 +632,10 @@ def _prompt_conv(delta: _Delta | None, random: Random, tokens: int) -> Work:
 
 
 def _steps(shapes: Shapes, random: Random, sizes: Sizes) -> Cases:
-    yield "slot mapping", "a tree", lambda: _mapping(random)
+    yield "slot mapping", "a tree", partial(_mapping, random)
     if shapes.sequences > 1:
-        yield "slot mapping", "several trees", lambda: _ragged_mapping(random)
-    yield "commit", "24 rows", lambda: _commit(shapes, random)
+        yield "slot mapping", "several trees", partial(_ragged_mapping, random)
+    yield "commit", "24 rows", partial(_commit, shapes, random)
 
 
 def _mapping(random: Random) -> Work:
@@ -656,8 +645,8 @@ def _mapping(random: Random) -> Work:
 
     def compute(module: ModuleType) -> Outputs:
         padded = module.padded_tree(rows, count, slot, lengths, size=16)
-        found = module.slot_mapping(slot, lengths, table, path, counts, rows=16, page=PAGE)
-        return [padded, found.lengths, found.page_table, found.pages, found.offsets, found.path, found.count]
+        mapping = module.slot_mapping(slot, lengths, table, path, counts, rows=16, page=PAGE)
+        return [padded, *(getattr(mapping, field.name) for field in fields(mapping))]
 
     return Work(lambda: compute(slot_mapping), lambda: compute(mapping_reference), _EXACT)
 
@@ -700,8 +689,8 @@ def _sampling(shapes: Shapes, random: Random, sizes: Sizes) -> Cases:
         "penalties": {"temperature": 0.9, "repetition": 1.1},
     }
     for name, options in settings.items():
-        yield "sampling", name, lambda options=options: _sample(random, sizes.vocabulary, options)
-    yield "sampling", "a draft's ranking", lambda: _ranking(random, sizes.vocabulary)
+        yield "sampling", name, partial(_sample, random, sizes.vocabulary, options)
+    yield "sampling", "a draft's ranking", partial(_ranking, random, sizes.vocabulary)
 
 
 def _requests(random: Random, rows: int, vocabulary: int, options: dict[str, Any]) -> SamplingState:
@@ -746,9 +735,9 @@ def _embeddings(shapes: Shapes, random: Random, sizes: Sizes) -> Cases:
     if shapes.embedding is None:
         return
     type = shapes.embedding
-    yield "embedding", type.name, lambda: _embedding(shapes, random, type, sizes)
+    yield "embedding", type.name, partial(_embedding, shapes, random, type, sizes)
     if shapes.host_embedding:
-        yield "row gathering", "from host memory", lambda: _gathering(random)
+        yield "row gathering", "from host memory", partial(_gathering, random)
 
 
 def _embedding(shapes: Shapes, random: Random, type: QuantType, sizes: Sizes) -> Work:

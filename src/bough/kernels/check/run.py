@@ -89,14 +89,14 @@ def _seconds(work: Work, flush: Tensor) -> float:
 def error_of(outputs: Outputs, expected: Outputs) -> float:
     """Return the largest relative RMS error; infinity where integers differ, or a number is not finite."""
     errors = [0.0]
-    for found, exact in zip(outputs, expected, strict=True):
-        assert found.shape == exact.shape, f"{tuple(found.shape)}, needed {tuple(exact.shape)}"
-        if not found.is_floating_point():
-            errors.append(0.0 if torch.equal(found, exact) else math.inf)
+    for output, exact in zip(outputs, expected, strict=True):
+        assert output.shape == exact.shape, f"{tuple(output.shape)}, needed {tuple(exact.shape)}"
+        if not output.is_floating_point():
+            errors.append(0.0 if torch.equal(output, exact) else math.inf)
             continue
         finite = exact.isfinite()
-        numbers, close = exact.double()[finite], found.double()[finite]
-        same = torch.equal(found[~finite].double(), exact[~finite].double()) and bool(close.isfinite().all())
+        numbers, close = exact.double()[finite], output.double()[finite]
+        same = torch.equal(output[~finite].double(), exact[~finite].double()) and bool(close.isfinite().all())
         size = numbers.norm().clamp(min=1e-30)
         errors.append(float((close - numbers).norm() / size) if same else math.inf)
     return max(errors)

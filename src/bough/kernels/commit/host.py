@@ -14,11 +14,11 @@ def commit_rows(
     Return how many tokens were committed before.
     """
     held = lengths.numpy()
-    start, kept = int(held[slot]), len(rows)
+    start, taken = int(held[slot]), len(rows)
     accepted = set(rows)
     path.numpy()[slot, :size] = rows + [row for row in range(size) if row not in accepted]
-    count.numpy()[slot] = kept
-    held[slot] = start + kept
+    count.numpy()[slot] = taken
+    held[slot] = start + taken
     return start
 
 

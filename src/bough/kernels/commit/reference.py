@@ -38,9 +38,9 @@ def commit_path(
         for item, (begin, end) in enumerate(pairwise(first.tolist())):
             if end > begin:
                 one = slice(item, item + 1)
-                found = commit_path(ancestors[:, begin:end], last[one], slots[one], **state)
-                counts[one], starts[one] = found.counts, found.starts
-                source[one, : end - begin] = found.source
+                one_path = commit_path(ancestors[:, begin:end], last[one], slots[one], **state)
+                counts[one], starts[one] = one_path.counts, one_path.starts
+                source[one, : end - begin] = one_path.source
         return AcceptedPath(counts, starts, source)
     rows = ancestors.shape[1]
     bits = ancestors.gather(1, last.clamp(min=0)[:, None])[:, 0].masked_fill(last < 0, 0)

@@ -12,13 +12,13 @@ from bough.kernels.commit.reference import AcceptedPath
 _WORDS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
-@triton.jit(do_not_specialize=["each"])
+@triton.jit(do_not_specialize=["tree_rows"])
 def _commit_kernel(
-    ancestors, last, slots, first, path, count, lengths, counts, starts, source, path_stride, each,
+    ancestors, last, slots, first, path, count, lengths, counts, starts, source, path_stride, tree_rows,
     BLOCK: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
     item = tl.program_id(0).to(tl.int64)
-    begin, rows = item * each, tl.full((), 0, tl.int32) + each
+    begin, rows = item * tree_rows, tl.full((), 0, tl.int32) + tree_rows
     if RAGGED:
         begin = tl.load(first + item)
         rows = (tl.load(first + item + 1) - begin).to(tl.int32)
@@ -29,18 +29,18 @@ def _commit_kernel(
     inside = column < rows
     accepted = tl.where(inside, (bits >> column.to(tl.int64)) & 1, 0).to(tl.int32)
     before = tl.cumsum(accepted, 0) - accepted
-    found = tl.sum(accepted, 0)
+    size = tl.sum(accepted, 0)
     taken = accepted != 0
-    order = tl.where(taken, before, found + column - before)
+    order = tl.where(taken, before, size + column - before)
     tl.store(path + slot * path_stride + order, column.to(tl.int64), mask=inside)
-    tl.store(source + item * each + before, column.to(tl.int64), mask=taken)
-    tl.store(source + item * each + column, column.to(tl.int64), mask=inside & (column >= found))
+    tl.store(source + item * tree_rows + before, column.to(tl.int64), mask=taken)
+    tl.store(source + item * tree_rows + column, column.to(tl.int64), mask=inside & (column >= size))
     start = tl.load(lengths + slot)
-    tl.store(counts + item, found.to(tl.int64))
+    tl.store(counts + item, size.to(tl.int64))
     tl.store(starts + item, start)
     # A sequence without rows is nobody's: its slot may be that of another one.
-    tl.store(count + slot, found.to(tl.int64), mask=rows > 0)
-    tl.store(lengths + slot, start + found, mask=rows > 0)
+    tl.store(count + slot, size.to(tl.int64), mask=rows > 0)
+    tl.store(lengths + slot, start + size, mask=rows > 0)
 
 
 @triton.jit
@@ -53,9 +53,9 @@ def _move_kernel(
     layer, head = (tl.program_id(0) // HEADS).to(tl.int64), tl.program_id(0) % HEADS
     item = tl.program_id(1).to(tl.int64)
     row, word = tl.arange(0, BLOCK), tl.arange(0, BLOCK_WIDTH)
-    found = tl.load(counts + item)
-    old = tl.load(source + item * ROWS + row, mask=row < found, other=0)
-    moved = (row < found) & (old != row)
+    taken = tl.load(counts + item)
+    old = tl.load(source + item * ROWS + row, mask=row < taken, other=0)
+    moved = (row < taken) & (old != row)
     start = tl.load(starts + item)
     pages = page_table + tl.load(slots + item) * table_stride
     at, to = start + old, start + row

@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bough.kernels.delta_rule.reference import CHUNK
+from bough.kernels.causal_conv.records import DeltaHeads
+from bough.kernels.delta_rule.cpu import CHUNK
 from bough.kernels.runtime.device import capability_of
 
 
@@ -101,7 +102,7 @@ def _scan_kernel(
     times, back = _factor(tl.maximum(peak, tl.max(tl.max(tl.abs(carried), 1), 0)))
     carried *= times
     wide = i[:, None] * (VALUE_HEADS * D) + dims[None, :]
-    own = i[:, None] * (VALUE_HEADS * D) + columns[None, :]
+    offsets = i[:, None] * (VALUE_HEADS * D) + columns[None, :]
     narrow = i[:, None] * (KEY_HEADS * D) + dims[None, :]
     square = i[:, None] * (VALUE_HEADS * C) + i[None, :]
     for run in range(0, runs):
@@ -113,7 +114,7 @@ def _scan_kernel(
         queries = tl.load(q + by_key + narrow, mask=live[:, None], other=0.0)
         seen = tl.load(attention + by_head * C + square, mask=live[:, None], other=0.0)
         keys = tl.load(k + by_key + narrow, mask=live[:, None], other=0.0)
-        target = values + by_head * D + own
+        target = values + by_head * D + offsets
         fresh = tl.load(target, mask=live[:, None], other=0.0)
         sums = tl.load(total + by_head + i * VALUE_HEADS, mask=live, other=0.0)
         last = tl.minimum((run + 1) * C, T) - 1
@@ -125,13 +126,13 @@ def _scan_kernel(
         result = tl.dot(seen, writes.to(tl.float16), result)
         tl.store(target, result * back, mask=live[:, None])
         # Rows after the last token write nothing, but the difference may be anything.
-        kept = tl.where(live, tl.exp(whole - sums), 0.0)
-        writes = (writes * kept[:, None]).to(tl.float16)
+        fade = tl.where(live, tl.exp(whole - sums), 0.0)
+        writes = (writes * fade[:, None]).to(tl.float16)
         carried = tl.dot(tl.trans(keys), writes, carried * tl.exp(whole))
     tl.store(band, carried * back)
 
 
-def takes(state: Tensor) -> bool:
+def takes_slot_delta(heads: DeltaHeads, state: Tensor, slots: Tensor) -> bool:
     """Return whether the kernels take such heads (a power of two of dims, 16 to 128) on this card.
 
     Without TF32 tensor cores the program of the inverse is too long to compile.
@@ -170,13 +171,14 @@ def scan_tiles(dim: int, capability: tuple[int, int] | None) -> dict:
     }
 
 
-def slot_delta(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, *, slots: Tensor
-) -> Tensor:
-    """See reference.slot_delta; q and k are float16, and the outputs overwrite v."""
+def slot_delta(heads: DeltaHeads, state: Tensor, slots: Tensor) -> Tensor:
+    """See cpu.slot_delta; q and k are float16, and the outputs overwrite v."""
+    q, k, v, g, beta = heads
     batch, tokens, key_heads, dim = q.shape
     value_heads = v.shape[2]
-    assert takes(state) and state.shape[1:] == (value_heads, dim, dim), f"{state.shape}, heads of {dim}"
+    assert takes_slot_delta(heads, state, slots) and state.shape[1:] == (value_heads, dim, dim), (
+        f"{state.shape}, heads of {dim}"
+    )
     for part in (q, k, v, g, beta, state, slots):
         assert part.is_contiguous(), f"{part.shape}, strides {part.stride()}"
     for part in (q, k):
@@ -188,14 +190,14 @@ def slot_delta(
     erase = torch.empty(v.shape, dtype=torch.float16, device=v.device)
     attention = torch.empty(*v.shape[:3], CHUNK, dtype=torch.float16, device=v.device)
     peaks = torch.zeros(batch, value_heads, dtype=torch.int32, device=v.device)
-    heads = {"KEY_HEADS": key_heads, "VALUE_HEADS": value_heads, "D": dim, "C": CHUNK}
+    sizes = {"KEY_HEADS": key_heads, "VALUE_HEADS": value_heads, "D": dim, "C": CHUNK}
     capability = capability_of(q.device)
     _prepare_kernel[(value_heads, batch * runs)](
         q, k, v, g, beta, total, erase, attention, peaks, tokens, runs,
-        **heads, **prepare_tiles(dim, capability),
+        **sizes, **prepare_tiles(dim, capability),
     )  # fmt: skip
-    chosen = scan_tiles(dim, capability)
-    _scan_kernel[(batch * value_heads, dim // chosen["COLUMNS"])](
-        q, k, v, total, erase, attention, peaks, state, slots, tokens, runs, **heads, **chosen
+    bands = scan_tiles(dim, capability)
+    _scan_kernel[(batch * value_heads, dim // bands["COLUMNS"])](
+        q, k, v, total, erase, attention, peaks, state, slots, tokens, runs, **sizes, **bands
     )
     return v

@@ -7,13 +7,13 @@ from math import prod
 import torch
 from torch import Tensor
 
-from bough.kernels.delta_rule.reference import saved_states
-from bough.kernels.runtime.backends import runs
+from bough.kernels.causal_conv.records import DeltaHeads
+from bough.kernels.delta_rule.cpu import saved_states
+from bough.kernels.delta_rule.records import DeltaRows
 from bough.kernels.runtime.device import Card, card_of
 from bough.kernels.runtime.driver import Kernel, Module
 from bough.kernels.runtime.nvrtc import compile_cubin
 from bough.kernels.runtime.sources import pdl_source
-from bough.kernels.tree import MAX_ROWS
 
 COLUMNS = 8  # of a head's state, a warp
 MOST_WARPS = 8  # of a block, with columns
@@ -50,11 +50,10 @@ def warps_of(card: Card, dim: int, saved: int, *, groups: int, units: int) -> in
     return min(fitting, key=cost)
 
 
-def takes(state: Tensor) -> bool:
-    """Return whether the kernel takes such heads on this card; any number of rows."""
+def takes_tree_delta(heads: DeltaHeads, state: Tensor, rows: DeltaRows) -> bool:
+    """Return whether the kernel takes such heads; any number of rows."""
     dim = state.shape[-1]
-    fits = dim == 16 or (dim % 32 == 0 and dim <= 256)
-    return fits and runs("tree delta rule", "cuda", state.device)
+    return dim == 16 or (dim % 32 == 0 and dim <= 256)
 
 
 @cache
@@ -84,37 +83,26 @@ def _kernel(dim: int, saved: int, groups: int, units: int, device: torch.device)
     return _module(dim, device).kernel("tree_delta", threads=threads, shared=shared, overlap=card.pdl), warps
 
 
-def tree_delta(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    *,
-    slots: Tensor,
-    count: Tensor,
-    order: Tensor,
-    first: Tensor | None = None,
-    most: int = MAX_ROWS,
-) -> Tensor:
-    """See reference.tree_delta."""
-    (key_heads, dim), value_heads, batch = q.shape[-2:], v.shape[-2], len(slots)
-    rows = order.shape[-1]  # of each sequence, or of all
-    path = (prod(k.shape[:-2]) - order.numel()) // batch
-    assert takes(state) and state.shape[1:] == (value_heads, dim, dim), f"{state.shape}, heads of {dim}"
-    for part in (q, k, v, g, beta, state, slots, count, order):
-        assert part.is_contiguous(), f"{part.shape}, strides {part.stride()}"
-        wanted = torch.int64 if part is slots or part is count else torch.float32
-        wanted = torch.int32 if part is order else wanted
-        assert part.dtype == wanted, f"{part.dtype}, needed {wanted}"
-    out = torch.empty(*q.shape[:-2], value_heads, dim, dtype=torch.float32, device=q.device)
+def tree_delta(heads: DeltaHeads, state: Tensor, rows: DeltaRows) -> Tensor:
+    """See cpu.tree_delta."""
+    (key_heads, dim), value_heads, batch = heads.q.shape[-2:], heads.v.shape[-2], len(rows.slots)
+    order, count = rows.order, rows.order.shape[-1]  # of each sequence, or of all
+    path = (prod(heads.k.shape[:-2]) - order.numel()) // batch
+    assert takes_tree_delta(heads, state, rows) and state.shape[1:] == (value_heads, dim, dim), (
+        f"{state.shape}, heads of {dim}"
+    )
+    types = {torch.float32: (*heads, state), torch.int64: (rows.slots, rows.count), torch.int32: (order,)}
+    for dtype, parts in types.items():
+        for part in parts:
+            assert part.is_contiguous(), f"{part.shape}, strides {part.stride()}"
+            assert part.dtype == dtype, f"{part.dtype}, needed {dtype}"
+    out = torch.empty(*heads.q.shape[:-2], value_heads, dim, dtype=torch.float32, device=state.device)
     groups, units = batch * key_heads, value_heads // key_heads * dim // COLUMNS
-    kernel, warps = _kernel(dim, saved_states(min(rows, most)), groups, units, q.device)
-    begins = c_void_p(None) if first is None else first
-    numbers = (rows, path, key_heads, value_heads)
+    kernel, warps = _kernel(dim, saved_states(min(count, rows.most)), groups, units, state.device)
+    begins = c_void_p(None) if rows.first is None else rows.first
+    numbers = (count, path, key_heads, value_heads)
     kernel(
         (-(-units // warps), groups),
-        [q, k, v, g, beta, state, slots, count, order, begins, out, *map(c_int, numbers)],
+        [*heads, state, rows.slots, rows.count, order, begins, out, *map(c_int, numbers)],
     )
     return out

@@ -7,7 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bough.kernels.delta_rule.reference import saved_states
+from bough.kernels.causal_conv.records import DeltaHeads
+from bough.kernels.delta_rule.cpu import saved_states
+from bough.kernels.delta_rule.records import DeltaRows
 from bough.kernels.tree import MAX_ROWS
 
 COLUMNS = 32  # of a head's state, a program: 48 heads of 128 columns are 192 programs
@@ -108,14 +110,14 @@ def _tree_kernel(
             tl.store(band, carried)
 
 
-def takes(state: Tensor) -> bool:
+def takes_tree_delta(heads: DeltaHeads, state: Tensor, rows: DeltaRows) -> bool:
     """Return whether the kernel takes such heads: a power of two of dims."""
     dim = state.shape[-1]
     return dim >= 16 and dim & (dim - 1) == 0
 
 
 def tree_order(ancestors: Tensor, first: Tensor | None = None, most: int = MAX_ROWS) -> Tensor:
-    """See reference.tree_order."""
+    """See cpu.tree_order."""
     order = torch.empty(ancestors.shape, dtype=torch.int32, device=ancestors.device)
     ancestors = ancestors.contiguous()
     rows = ancestors.shape[-1]
@@ -129,35 +131,24 @@ def tree_order(ancestors: Tensor, first: Tensor | None = None, most: int = MAX_R
     return order
 
 
-def tree_delta(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    *,
-    slots: Tensor,
-    count: Tensor,
-    order: Tensor,
-    first: Tensor | None = None,
-    most: int = MAX_ROWS,
-) -> Tensor:
-    """See reference.tree_delta."""
-    (key_heads, dim), value_heads, batch = q.shape[-2:], v.shape[-2], len(slots)
-    assert takes(state) and state.shape[1:] == (value_heads, dim, dim), f"{state.shape}, heads of {dim}"
-    for part in (q, k, v, g, beta, state, order):
+def tree_delta(heads: DeltaHeads, state: Tensor, rows: DeltaRows) -> Tensor:
+    """See cpu.tree_delta."""
+    (key_heads, dim), value_heads, batch = heads.q.shape[-2:], heads.v.shape[-2], len(rows.slots)
+    assert takes_tree_delta(heads, state, rows) and state.shape[1:] == (value_heads, dim, dim), (
+        f"{state.shape}, heads of {dim}"
+    )
+    order, count = rows.order, rows.order.shape[-1]
+    for part in (*heads, state, order):
         assert part.is_contiguous(), f"{part.shape}, strides {part.stride()}"
         assert part is order or part.dtype == torch.float32, f"{part.dtype}, needed float32"
-    rows = order.shape[-1]
-    path = (prod(k.shape[:-2]) - order.numel()) // batch
-    levels, columns = max(1, saved_states(min(rows, most))), min(COLUMNS, dim)
-    out = torch.empty(*q.shape[:-2], value_heads, dim, dtype=torch.float32, device=q.device)
-    saved = torch.empty(batch * value_heads, levels, dim, dim, dtype=torch.float32, device=q.device)
-    begins = order if first is None else first
+    path = (prod(heads.k.shape[:-2]) - order.numel()) // batch
+    levels, columns = max(1, saved_states(min(count, rows.most))), min(COLUMNS, dim)
+    out = torch.empty(*heads.q.shape[:-2], value_heads, dim, dtype=torch.float32, device=state.device)
+    saved = torch.empty(batch * value_heads, levels, dim, dim, dtype=torch.float32, device=state.device)
+    begins = order if rows.first is None else rows.first
     _tree_kernel[(batch * value_heads, dim // columns)](
-        q, k, v, g, beta, state, slots, count, order, begins, saved, out, rows, path,
+        *heads, state, rows.slots, rows.count, order, begins, saved, out, count, path,
         KEY_HEADS=key_heads, VALUE_HEADS=value_heads, D=dim, COLUMNS=columns, LEVELS=levels,
-        RAGGED=first is not None, num_warps=4, enable_fp_fusion=False,
+        RAGGED=rows.first is not None, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return out

@@ -32,22 +32,22 @@ def _embed_kernel(
     data, tokens, out, row_bytes, WIDTH: tl.constexpr, BITS: tl.constexpr, COLUMNS: tl.constexpr
 ):
     row = tl.program_id(1).to(tl.int64)
-    own = tl.arange(0, COLUMNS)
-    column = tl.program_id(0) * COLUMNS + own
+    dims = tl.arange(0, COLUMNS)
+    column = tl.program_id(0) * COLUMNS + dims
     inside = column < WIDTH
     base = data + tl.load(tokens + row) * row_bytes
     if BITS == 8:
         block = base + column // 32 * 34
         value = _signed(_byte(block + 2 + column % 32, inside)).to(tl.float32) * _half(block, inside)
     elif BITS == 6:
-        block = base + tl.program_id(0) * 210 + own * 0
-        low = _byte(block + own // 128 * 64 + own % 64, inside) >> (own % 128 // 64 * 4)
-        high = _byte(block + 128 + own // 128 * 32 + own % 32, inside) >> (own % 128 // 32 * 2)
-        scale = _half(block + 208, inside) * _signed(_byte(block + 192 + own // 16, inside)).to(tl.float32)
+        block = base + tl.program_id(0) * 210 + dims * 0
+        low = _byte(block + dims // 128 * 64 + dims % 64, inside) >> (dims % 128 // 64 * 4)
+        high = _byte(block + 128 + dims // 128 * 32 + dims % 32, inside) >> (dims % 128 // 32 * 2)
+        scale = _half(block + 208, inside) * _signed(_byte(block + 192 + dims // 16, inside)).to(tl.float32)
         value = (((low & 15) | ((high & 3) << 4)) - 32).to(tl.float32) * scale
     else:
-        block = base + tl.program_id(0) * (144 if BITS == 4 else 176) + own * 0
-        group = own // 32
+        block = base + tl.program_id(0) * (144 if BITS == 4 else 176) + dims * 0
+        group = dims // 32
         first, second, rest = (
             _byte(block + 4 + group % 4, inside),
             _byte(block + 8 + group % 4, inside),
@@ -56,9 +56,9 @@ def _embed_kernel(
         scale = tl.where(group < 4, first & 63, (rest & 15) | ((first >> 6) << 4)).to(tl.float32)
         minimum = tl.where(group < 4, second & 63, (rest >> 4) | ((second >> 6) << 4)).to(tl.float32)
         nibbles = block + (16 if BITS == 4 else 48)
-        code = (_byte(nibbles + group // 2 * 32 + own % 32, inside) >> (group % 2 * 4)) & 15
+        code = (_byte(nibbles + group // 2 * 32 + dims % 32, inside) >> (group % 2 * 4)) & 15
         if BITS == 5:
-            code += ((_byte(block + 16 + own % 32, inside) >> group) & 1) << 4
+            code += ((_byte(block + 16 + dims % 32, inside) >> group) & 1) << 4
         value = code.to(tl.float32) * (_half(block, inside) * scale) - _half(block + 2, inside) * minimum
     tl.store(out + row * WIDTH + column, value, mask=inside)
 

@@ -15,23 +15,23 @@ def route(logits: Tensor, used: int) -> tuple[Tensor, Tensor]:
     return weights / weights.sum(-1, keepdim=True), order[:, :used]
 
 
-def grouped(chosen: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+def grouped(expert_ids: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     """Return the pairs (row, rank) of chosen [M, k] in order of their experts, and the chunks of them.
 
     A pair's number is row * k + rank. A chunk [4] is at most `tokens` pairs of one expert: the expert, the
     first place in the order, the number of pairs, 0.
     """
-    order, chunks = chosen.flatten().sort(stable=True).indices, []
-    for expert, count in zip(*(part.tolist() for part in chosen.unique(return_counts=True)), strict=True):
-        first = int((chosen < expert).sum())
+    order, chunks = expert_ids.flatten().sort(stable=True).indices, []
+    for expert, count in zip(*(part.tolist() for part in expert_ids.unique(return_counts=True)), strict=True):
+        first = int((expert_ids < expert).sum())
         for done in range(0, count, tokens):
             chunks.append((expert, first + done, min(tokens, count - done), 0))
     return order, torch.tensor(chunks)
 
 
-def expert_matmul(x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+def expert_matmul(x: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
     """Return [M * k, N]: row p * R // (M * k) of x [R, K] times weights [E, N, K] of pair p's expert."""
-    flat = chosen.flatten()
+    flat = expert_ids.flatten()
     out = x.new_empty(len(flat), weights.shape[1])
     rows = torch.arange(len(flat), device=x.device) * len(x) // len(flat)
     for expert in flat.unique().tolist():

@@ -12,9 +12,8 @@ from torch import Tensor
 from bough.kernels.experts.stack import ExpertStack, Routing, most_chunks
 from bough.kernels.quant_matmul.rows import PackedRows, empty_rows
 from bough.kernels.quant_matmul.triton_kernels import (
-    _high,
+    _fields,
     _low,
-    _scales,
     _weights,
     constants,
     row_factor,
@@ -44,8 +43,8 @@ def _router_kernel(
     weight = tl.load(
         router + n[:, None] * WIDTH + k[None, :], mask=(n < EXPERTS)[:, None] & inside[None, :], other=0.0
     )
-    own = (n == EXPERTS)[:, None] & inside[None, :]
-    weight += tl.load(gate + tl.zeros_like(n)[:, None] + k[None, :], mask=own, other=0.0)
+    gate_output = (n == EXPERTS)[:, None] & inside[None, :]
+    weight += tl.load(gate + tl.zeros_like(n)[:, None] + k[None, :], mask=gate_output, other=0.0)
     wait_for_inputs(OVERLAP)
     for row in range(tl.program_id(1), rows, tl.num_programs(1)):
         value = tl.load(x + row * WIDTH + k, inside, 0.0, cache_modifier=".cg")
@@ -59,14 +58,14 @@ def _router_kernel(
 
 
 @triton.jit
-def _place(chosen, order, pairs, first, EXPERTS: tl.constexpr, PAIRS: tl.constexpr):
+def _place(expert_ids, order, pairs, first, EXPERTS: tl.constexpr, PAIRS: tl.constexpr):
     """Write PAIRS pairs to their places in the order of experts."""
     pair = first + tl.arange(0, PAIRS)
-    mine = tl.load(chosen + pair, mask=pair < pairs, other=EXPERTS, cache_modifier=".cg")
+    mine = tl.load(expert_ids + pair, mask=pair < pairs, other=EXPERTS, cache_modifier=".cg")
     place = tl.zeros((PAIRS,), tl.int32)
     for start in range(0, pairs, PAIRS):
         other = start + tl.arange(0, PAIRS)
-        theirs = tl.load(chosen + other, mask=other < pairs, other=EXPERTS, cache_modifier=".cg")
+        theirs = tl.load(expert_ids + other, mask=other < pairs, other=EXPERTS, cache_modifier=".cg")
         before = theirs[None, :] < mine[:, None]
         before |= (theirs[None, :] == mine[:, None]) & (other[None, :] < pair[:, None])
         place += tl.sum(before.to(tl.int32), 1)
@@ -75,14 +74,14 @@ def _place(chosen, order, pairs, first, EXPERTS: tl.constexpr, PAIRS: tl.constex
 
 @triton.jit
 def _write_chunks(
-    chosen, chunks, count, pairs, BLOCK: tl.constexpr, PAIRS: tl.constexpr, TOKENS: tl.constexpr
+    expert_ids, chunks, count, pairs, BLOCK: tl.constexpr, PAIRS: tl.constexpr, TOKENS: tl.constexpr
 ):
     """Write the chunks of all experts and their number."""
     expert = tl.arange(0, BLOCK)
     users = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, pairs, PAIRS):
         other = start + tl.arange(0, PAIRS)
-        theirs = tl.load(chosen + other, mask=other < pairs, other=-1, cache_modifier=".cg")
+        theirs = tl.load(expert_ids + other, mask=other < pairs, other=-1, cache_modifier=".cg")
         users += tl.sum((theirs[None, :] == expert[:, None]).to(tl.int32), 1)
     pieces = (users + TOKENS - 1) // TOKENS
     first, at = tl.cumsum(users, 0) - users, tl.cumsum(pieces, 0) - pieces
@@ -97,7 +96,7 @@ def _write_chunks(
 
 @triton.jit(do_not_specialize=["rows"])
 def _route_kernel(
-    logits, weights, chosen, order, chunks, count, rows,
+    logits, weights, expert_ids, order, chunks, count, rows,
     EXPERTS: tl.constexpr, BLOCK: tl.constexpr, USED: tl.constexpr, RANKS: tl.constexpr,
     ROWS: tl.constexpr, PAIRS: tl.constexpr, TOKENS: tl.constexpr, GROUP: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -114,40 +113,40 @@ def _route_kernel(
     for number in range(USED):
         best = tl.max(values, 1)
         # NaN equals nothing: the number stays that of an expert.
-        found = tl.min(tl.where(values == best[:, None], expert[None, :], EXPERTS - 1), 1)
+        best_expert = tl.min(tl.where(values == best[:, None], expert[None, :], EXPERTS - 1), 1)
         share = tl.exp(best - largest)
         total += share
         weight = tl.where((rank == number)[None, :], share[:, None], weight)
-        index = tl.where((rank == number)[None, :], found[:, None], index)
-        values = tl.where(expert[None, :] == found[:, None], float("-inf"), values)
+        index = tl.where((rank == number)[None, :], best_expert[:, None], index)
+        values = tl.where(expert[None, :] == best_expert[:, None], float("-inf"), values)
     pair = row[:, None] * USED + rank[None, :]
     mine = (row < rows)[:, None] & (rank < USED)[None, :]
     tl.store(weights + pair, weight / total[:, None], mask=mine)
-    tl.store(chosen + pair, index, mask=mine)
+    tl.store(expert_ids + pair, index, mask=mine)
     if GROUP:
         tl.debug_barrier()  # the other threads' choices are read from memory
         for first in range(0, rows * USED, PAIRS):
-            _place(chosen, order, rows * USED, first, EXPERTS, PAIRS)
-        _write_chunks(chosen, chunks, count, rows * USED, BLOCK, PAIRS, TOKENS)
+            _place(expert_ids, order, rows * USED, first, EXPERTS, PAIRS)
+        _write_chunks(expert_ids, chunks, count, rows * USED, BLOCK, PAIRS, TOKENS)
 
 
 @triton.jit(do_not_specialize=["pairs"])
 def _group_kernel(
-    chosen, order, chunks, count, pairs,
+    expert_ids, order, chunks, count, pairs,
     EXPERTS: tl.constexpr, BLOCK: tl.constexpr, PAIRS: tl.constexpr, TOKENS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """The order of pairs, PAIRS a program; program 0 writes the chunks."""
     wait_for_inputs(OVERLAP)
     if tl.program_id(0) == 0:
-        _write_chunks(chosen, chunks, count, pairs, BLOCK, PAIRS, TOKENS)
+        _write_chunks(expert_ids, chunks, count, pairs, BLOCK, PAIRS, TOKENS)
     else:
-        _place(chosen, order, pairs, (tl.program_id(0) - 1) * PAIRS, EXPERTS, PAIRS)
+        _place(expert_ids, order, pairs, (tl.program_id(0) - 1) * PAIRS, EXPERTS, PAIRS)
 
 
-@triton.jit(do_not_specialize=["each"])
+@triton.jit(do_not_specialize=["share"])
 def _matmul_kernel(
-    data, table, row_scale, x, x_scale, y, chunks, count, order, depth, rows, all_tiles, expert_tiles, each,
+    data, table, row_scale, x, x_scale, y, chunks, count, order, depth, rows, all_tiles, expert_tiles, share,
     group_stride, row_stride,
     COLUMNS: tl.constexpr, ROWS: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALES: tl.constexpr,
     OFFSET: tl.constexpr, TABLE: tl.constexpr, UNIT: tl.constexpr, TILE_BYTES: tl.constexpr,
@@ -162,7 +161,7 @@ def _matmul_kernel(
         expert, place, users = tl.load(chunk), tl.load(chunk + 1), tl.load(chunk + 2)
         m = tl.arange(0, COLUMNS)[None, :]
         pair = tl.load(order + place + m, mask=m < users, other=0)
-        source = pair // each
+        source = pair // share
         n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         g, r = (n & 7)[:, None], ((n >> 3) & 1)[:, None]
         c, k = tl.arange(0, WORDS)[None, :], tl.arange(0, WORDS)[:, None]
@@ -174,11 +173,7 @@ def _matmul_kernel(
             tile = data + ((tiles + n // 16).to(tl.int64) * TILE_BYTES)[:, None]
             low = _low(tile, g, r, c, LOW)
             for h in tl.static_range(HALVES):
-                high, scale, minimum = low, 0.0, 0.0
-                if HIGH:
-                    high = _high(tile, g, c, h, HIGH, UNIT, LOW)
-                if LOW < 16:
-                    scale, minimum = _scales(tile, g, r, c, h, LOW, HIGH, SCALES, UNIT)
+                high, scale, minimum = _fields(tile, low, g, r, c, h, LOW, HIGH, SCALES, UNIT)
                 at = x_words + (step * (UNIT // 32) + h) * (group_stride // PER)
                 several = tl.load(at, mask=m < users, other=0)
                 for q in tl.static_range(PER):
@@ -232,7 +227,7 @@ def route(logits: Tensor, used: int, tokens: int) -> Routing:
     """Return the experts of the rows of logits [M, E + 1], and their pairs in chunks of at most `tokens`."""
     rows, experts, device = len(logits), logits.shape[1] - 1, logits.device
     weights = torch.empty(rows, used, device=device)
-    chosen = torch.empty(rows, used, dtype=torch.int32, device=device)
+    expert_ids = torch.empty(rows, used, dtype=torch.int32, device=device)
     order = torch.empty(rows * used, dtype=torch.int32, device=device)
     chunks = torch.empty(most_chunks(rows * used, experts, tokens), 4, dtype=torch.int32, device=device)
     count = torch.empty(1, dtype=torch.int32, device=device)
@@ -241,13 +236,13 @@ def route(logits: Tensor, used: int, tokens: int) -> Routing:
     few = rows <= _FEW_ROWS
     block, warps = (triton.next_power_of_2(rows), 8) if few else (1, 1) if rows <= _SOME_ROWS else (16, 8)
     _route_kernel[(triton.cdiv(rows, block),)](
-        logits, weights, chosen, order, chunks, count, rows,
+        logits, weights, expert_ids, order, chunks, count, rows,
         USED=used, RANKS=triton.next_power_of_2(used), ROWS=block, GROUP=few, num_warps=warps, **options,
     )  # fmt: skip
     if not few:
         grid = (1 + triton.cdiv(rows * used, _PAIRS),)
-        _group_kernel[grid](chosen, order, chunks, count, rows * used, num_warps=8, **options)
-    return Routing(weights, chosen, order, chunks, count, tokens)
+        _group_kernel[grid](expert_ids, order, chunks, count, rows * used, num_warps=8, **options)
+    return Routing(weights, expert_ids, order, chunks, count, tokens)
 
 
 def matmul(x: PackedRows, stack: ExpertStack, routing: Routing, out: Tensor) -> None:

@@ -61,8 +61,8 @@ def approximations(keys: KVFormat, values: KVFormat, window: int | None) -> tupl
     """Return what makes output differ from that of full attention over an 8-bit KV cache, in words."""
     same = keys == values
     sides = [("keys and values", keys)] if same else [("keys", keys), ("values", values)]
-    found = [f"{side} in {format.name}" for side, format in sides if format.lossy]
-    return (*found, *([] if window is None else [f"a window of {window:,} tokens"]))
+    reasons = [f"{side} in {format.name}" for side, format in sides if format.lossy]
+    return (*reasons, *([] if window is None else [f"a window of {window:,} tokens"]))
 
 
 @dataclass(frozen=True, slots=True)

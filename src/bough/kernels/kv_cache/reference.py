@@ -43,8 +43,8 @@ def decode(codes: Tensor, scales: Tensor, format: KVFormat, dim: int) -> Tensor:
         values = levels.float().sub_(1 << sum(format.planes) - 1)
     # The last group may be incomplete.
     size = gcd(format.group, dim)
-    each = scales.float().repeat_interleave(format.group // size, -1)[..., : dim // size]
-    values.unflatten(-1, (-1, size)).mul_(each[..., None])
+    value_scales = scales.float().repeat_interleave(format.group // size, -1)[..., : dim // size]
+    values.unflatten(-1, (-1, size)).mul_(value_scales[..., None])
     return values
 
 

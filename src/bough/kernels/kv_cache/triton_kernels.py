@@ -79,8 +79,8 @@ def _scaled(rows, scales, row, present, GROUP: tl.constexpr):
     D: tl.constexpr = rows.shape[1]
     COUNT: tl.constexpr = D // GROUP
     source = scales + row[:, None] * COUNT + tl.arange(0, COUNT)[None, :]
-    each = tl.load(source, mask=present[:, None], other=0.0)
-    return tl.reshape(tl.reshape(rows, (N, COUNT, GROUP)) * each[:, :, None], (N, D))
+    group_scales = tl.load(source, mask=present[:, None], other=0.0)
+    return tl.reshape(tl.reshape(rows, (N, COUNT, GROUP)) * group_scales[:, :, None], (N, D))
 
 
 @triton.jit
@@ -313,6 +313,10 @@ def tensors(pool: HeadPool) -> tuple[Tensor, Tensor]:
     """Return codes and scales; without scales, any pointer will do."""
     assert pool.codes.is_contiguous(), f"{pool.codes.stride()}"
     return pool.codes, pool.codes if pool.scales is None else pool.scales
+
+
+def takes_cache_heads(*heads: object, keys: HeadPool, values: HeadPool, **rest: object) -> bool:
+    return takes(keys) and takes(values)
 
 
 def cache_heads(

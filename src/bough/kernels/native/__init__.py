@@ -56,8 +56,8 @@ __all__ = [
 
 def unavailable() -> str | None:
     """Return why there is no native code for this machine; None: there is."""
-    found, reason = library.find_library()
-    return reason if found is None else None
+    functions, reason = library.find_library()
+    return reason if functions is None else None
 
 
 def has_kind(type: QuantType) -> bool:
@@ -66,18 +66,18 @@ def has_kind(type: QuantType) -> bool:
 
 def packed_bytes(type: QuantType, rows: int, columns: int) -> int:
     """Return the bytes of a packed matrix; 0: native code does not take this type or shape."""
-    found, _ = library.find_library()
-    assert found is not None
-    return found.tf_packed_bytes(NATIVE_TYPES.index(type.name), rows, columns) if has_kind(type) else 0
+    functions, _ = library.find_library()
+    assert functions is not None
+    return functions.tf_packed_bytes(NATIVE_TYPES.index(type.name), rows, columns) if has_kind(type) else 0
 
 
 def argmax_rows(x: Tensor) -> Tensor:
     """Return `x.argmax(-1)` of x [R, N] on a CPU: the first of equal values, NaN above all."""
-    found, _ = library.find_library()
-    if found is None or x.dtype != torch.float32 or not x.is_contiguous() or not x.shape[1]:
+    functions, _ = library.find_library()
+    if functions is None or x.dtype != torch.float32 or not x.is_contiguous() or not x.shape[1]:
         return x.argmax(-1)
     best = torch.empty(len(x), dtype=torch.int64)
-    found.tf_argmax(x.data_ptr(), len(x), x.shape[1], best.data_ptr())
+    functions.tf_argmax(x.data_ptr(), len(x), x.shape[1], best.data_ptr())
     return best
 
 
@@ -86,17 +86,17 @@ def rank_rows(x: Tensor, count: int) -> tuple[Tensor, Tensor] | None:
 
     Of equal ones the lower id comes first; those of probability 0 have id 0. None: not for these logits.
     """
-    found, _ = library.find_library()
-    if found is None or x.dtype != torch.float32 or not x.is_contiguous() or not 0 < count <= x.shape[1]:
+    functions, _ = library.find_library()
+    if functions is None or x.dtype != torch.float32 or not x.is_contiguous() or not 0 < count <= x.shape[1]:
         return None
     ids, scores = torch.empty(len(x), count, dtype=torch.int64), torch.empty(len(x), count)
-    done = found.tf_rank(x.data_ptr(), *x.shape, count, ids.data_ptr(), scores.data_ptr())
+    done = functions.tf_rank(x.data_ptr(), *x.shape, count, ids.data_ptr(), scores.data_ptr())
     return (ids, scores) if done else None
 
 
 def best_tree(
     anchor: int,
-    candidates: tuple[Tensor, Tensor, Tensor, Tensor],
+    candidates: tuple[Tensor, ...],
     calibration: tuple[Tensor, Tensor, Tensor] | None,
     *,
     nodes: int,
@@ -108,8 +108,8 @@ def best_tree(
     candidates: ids [K, k], scores [K, k] or [K, k + 1, k], chains and their scores [m, K]; calibration: edges
     [E], table [D, E + 1], depth bins [at least K].
     """
-    found, _ = library.find_library()
-    if found is None:
+    functions, _ = library.find_library()
+    if functions is None:
         return None
     ids, scores, chains, chain_scores = (part.contiguous() for part in candidates)
     depths, width = ids.shape
@@ -136,7 +136,7 @@ def best_tree(
         proposal.edge_count, proposal.edges = edges.shape[0], edges.data_ptr()
         proposal.table, proposal.depth_bins = table.data_ptr(), bins.data_ptr()
     packed, weights = torch.empty(4, rows, dtype=torch.int64), torch.empty(rows)
-    done = found.tf_best_tree(proposal, packed.data_ptr(), weights.data_ptr())
+    done = functions.tf_best_tree(proposal, packed.data_ptr(), weights.data_ptr())
     return (packed, weights) if done else None
 
 
@@ -160,18 +160,18 @@ class Library:
 
     def __init__(self, threads: int, *, variant: str | None = None):
         """`variant`: other than the best for this CPU, for tests."""
-        found, self.variant = library.find_library()
+        functions, self.variant = library.find_library()
         if variant is not None:
-            found, self.variant = library.open_library(library.library_path(variant)), variant
-        assert found is not None, self.variant
-        self.c = found
-        self.pool = found.tf_pool_new(threads)
+            functions, self.variant = library.open_library(library.library_path(variant)), variant
+        assert functions is not None, self.variant
+        self.c = functions
+        self.pool = functions.tf_pool_new(threads)
         if not self.pool:
             raise MemoryError("no memory for threads")
-        self.threads = found.tf_pool_threads(self.pool)
+        self.threads = functions.tf_pool_threads(self.pool)
         self._scratch, self._memory = torch.empty(0, dtype=torch.uint8), WeightMemory()
         # Not at exit: a thread may still be in a step then.
-        weakref.finalize(self, found.tf_pool_free, self.pool).atexit = False
+        weakref.finalize(self, functions.tf_pool_free, self.pool).atexit = False
 
     def pack(
         self, source: Tensor | np.ndarray, type: QuantType, shape: tuple[int, int], bias: Tensor | None = None
@@ -180,9 +180,11 @@ class Library:
         kind, (rows, columns) = NATIVE_TYPES.index(type.name), shape
         size = self.c.tf_packed_bytes(kind, rows, columns)
         assert size, f"{type.name} [{rows}, {columns}] cannot be packed"
-        given = rows * columns // type.block_elements * type.block_bytes
+        size_read = rows * columns // type.block_elements * type.block_bytes
         source = source.numpy() if isinstance(source, Tensor) else source
-        assert source.flags.c_contiguous and source.nbytes == given, f"{source.nbytes} bytes, needed {given}"
+        assert source.flags.c_contiguous and source.nbytes == size_read, (
+            f"{source.nbytes} bytes, needed {size_read}"
+        )
         assert bias is None or len(bias) == rows
         data = self._memory.take(size)
         self.c.tf_pack(self.pool, kind, source.ctypes.data, rows, columns, data.data_ptr())

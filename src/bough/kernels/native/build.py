@@ -98,14 +98,14 @@ def build(command: Sequence[str], variant: str, out: Path, extra: Sequence[str] 
     """Compile one variant to `out`; return the compiler's message if it fails."""
     sources = [str(FOLDER / name) for name in SOURCES]
     with tempfile.TemporaryDirectory(dir=out.parent) as folder:
-        made = Path(folder) / out.name
+        built = Path(folder) / out.name
         names = ZIG_NAMES if "ziglang" in command else {}
         flags = [names.get(flag, flag) for flag in VARIANTS[variant]]
-        call = [*command, *FLAGS, *flags, f'-DDIGEST="{digest()}"', *extra, *sources, "-o", str(made), "-lm"]
+        call = [*command, *FLAGS, *flags, f'-DDIGEST="{digest()}"', *extra, *sources, "-o", str(built), "-lm"]
         done = subprocess.run(call, capture_output=True, text=True)
         if done.returncode:
             return done.stderr.strip() or f"exit code {done.returncode}"
-        made.replace(out)  # a library that a process has mapped stays as it is
+        built.replace(out)  # a library that a process has mapped stays as it is
     return None
 
 
@@ -119,11 +119,11 @@ def build_all(folder: Path = FOLDER, *, only: Sequence[str] = ()) -> tuple[list[
     only = only or PLATFORMS[here()][0]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         problems = list(pool.map(lambda name: build(command, name, library_path(name, folder)), only))
-    made = [
+    libraries = [
         library_path(name, folder) for name, problem in zip(only, problems, strict=True) if problem is None
     ]
     failed = [f"{name}: {problem}" for name, problem in zip(only, problems, strict=True) if problem]
-    return made, "; ".join(failed)
+    return libraries, "; ".join(failed)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ With `pack` the result is packed for a matmul with tiles, on GPUs only: the CUDA
 rows, the Triton ones more rows and other cards.
 """
 
-from collections.abc import Sequence
 from typing import Literal, overload
 
 from torch import Tensor
@@ -13,7 +12,7 @@ from bough.kernels.norm_rope import reference
 from bough.kernels.norm_rope.reference import l2_norm, rope, rope_angles
 from bough.kernels.quant_matmul.partial_sums import PartialSums, RowScaled, Unfinished
 from bough.kernels.quant_matmul.rows import PackedRows
-from bough.kernels.runtime.backends import runs
+from bough.kernels.runtime.op import op
 
 __all__ = [
     "add_rms_norm",
@@ -30,18 +29,13 @@ __all__ = [
 ]
 
 
-def _of(x: Tensor):
-    """Return the implementation for x's device."""
-    if not x.is_cuda:
-        return reference
-    from bough.kernels.norm_rope import triton_kernels
-
-    return triton_kernels
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See reference.rms_norm."""
-    return _of(x).rms_norm(x, weight, eps)
+rms_norm = op(reference.rms_norm, "norms", triton="triton_kernels")
+head_rope = op(reference.head_rope, "norms", triton="triton_kernels")
+cache_heads = op(reference.cache_heads, "KV cache", triton=".kv_cache.triton_kernels")
+ring_heads = op(reference.ring_heads, "draft ring", triton="ring")
+_add_rms_norm = op(reference.add_rms_norm, "norms", triton="triton_kernels")
+_gated_rms_norm = op(reference.gated_rms_norm, "norms", triton="triton_kernels")
+_silu_mul = op(reference.silu_mul, "norms", triton="triton_kernels")
 
 
 @overload
@@ -63,7 +57,7 @@ def add_rms_norm(
             return cuda.add_rms_norm(x, add, weight, eps)
         return triton_kernels.add_rms_norm(x, add, weight, eps, pack=True)
     assert not isinstance(add, Unfinished), "partial sums need `pack`"
-    return _of(x).add_rms_norm(x, add, weight, eps)
+    return _add_rms_norm(x, add, weight, eps)
 
 
 def gated_rms_norm(
@@ -76,7 +70,7 @@ def gated_rms_norm(
         if cuda.takes(x.flatten(-2), gate, head=x.shape[-1]):
             return cuda.gated_rms_norm(x, gate, weight, eps)
         return triton_kernels.gated_rms_norm(x, gate, weight, eps, pack=True)
-    return _of(x).gated_rms_norm(x, gate, weight, eps)
+    return _gated_rms_norm(x, gate, weight, eps)
 
 
 def silu_mul(
@@ -100,7 +94,7 @@ def silu_mul(
         if cuda.takes(gate, up):
             return cuda.silu_mul(gate, up)
         return triton_kernels.silu_mul(gate, up, pack=True)
-    return _of(gate).silu_mul(gate, up)
+    return _silu_mul(gate, up)
 
 
 def silu_rows(gate: Tensor, up: Tensor) -> PackedRows:
@@ -110,42 +104,3 @@ def silu_rows(gate: Tensor, up: Tensor) -> PackedRows:
     packed = triton_kernels.silu_mul(gate, up, pack=True)
     assert isinstance(packed, PackedRows)
     return packed
-
-
-def head_rope(
-    x: Tensor, norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor, *, interleaved: bool
-) -> Tensor:
-    """See reference.head_rope."""
-    return _of(x).head_rope(x, norm, eps, cos, sin, interleaved=interleaved)
-
-
-def cache_heads(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    norms: Sequence[Tensor | None],
-    eps: float,
-    cos: Tensor,
-    sin: Tensor,
-    **cache,
-) -> Tensor:
-    """See reference.cache_heads."""
-    if k.is_cuda:
-        from bough.kernels.kv_cache import triton_kernels
-
-        heads = triton_kernels.takes(cache["keys"]) and triton_kernels.takes(cache["values"])
-        if heads and runs("KV cache", "triton", k.device):
-            return triton_kernels.cache_heads(q, k, v, norms, eps, cos, sin, **cache)
-    return reference.cache_heads(q, k, v, norms, eps, cos, sin, **cache)
-
-
-def ring_heads(
-    k: Tensor, v: Tensor, norm: Tensor, eps: float, cos: Tensor, sin: Tensor, **ring_state: Tensor
-) -> None:
-    """See reference.ring_heads."""
-    if runs("draft ring", "triton", k.device):
-        from bough.kernels.norm_rope import ring
-
-        ring.ring_heads(k, v, norm, eps, cos, sin, **ring_state)
-    else:
-        reference.ring_heads(k, v, norm, eps, cos, sin, **ring_state)

@@ -59,13 +59,13 @@ def shape_of(kind: int, width: int, head: int = 4) -> NormShape:
 
 def takes(*operands: Tensor | PartialSums | None, head: int = 4) -> bool:
     """Return whether the kernels take such rows on this card; all have the same number of columns."""
-    given = [x.out if isinstance(x, PartialSums) else x for x in operands if x is not None]
-    width = given[0].shape[-1]
-    few = given[0].numel() // width <= BUCKETS[-1]
+    tensors = [x.out if isinstance(x, PartialSums) else x for x in operands if x is not None]
+    width = tensors[0].shape[-1]
+    few = tensors[0].numel() // width <= BUCKETS[-1]
     if not few or width % 4 or head > 128 or head & (head - 1) or width > 4 * _ITEMS[-1][1]:
         return False
-    plain = all(x.dtype == torch.float32 and _aligned(_rows(x)) for x in given)
-    return plain and runs("norms", "cuda", given[0].device)
+    plain = all(x.dtype == torch.float32 and _aligned(_rows(x)) for x in tensors)
+    return plain and runs("norms", "cuda", tensors[0].device)
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -115,9 +115,9 @@ def ring_heads(
     rows, ring = k.shape[1], keys.shape[1]
     assert rows <= ring, f"{rows} rows, a ring of {ring}"
     columns = torch.arange(rows, device=k.device)
-    kept = columns < count[:, None]
+    committed = columns < count[:, None]
     places = positions % ring
-    owners = slots[:, None].expand_as(kept)
+    owners = slots[:, None].expand_as(committed)
     k = head_rope(k, norm, eps, cos, sin, interleaved=False)
     for pool, new in ((keys, k), (values, v)):
-        pool[owners[kept], places[kept]] = new[kept].to(pool.dtype)
+        pool[owners[committed], places[committed]] = new[committed].to(pool.dtype)

@@ -264,7 +264,7 @@ def silu_parts(columns: int) -> tuple[int, int]:
 def silu_mul(gate: Tensor | RowScaled, up: Tensor | RowScaled, *, pack: bool = False) -> Tensor | PackedRows:
     scale = gate.scale if isinstance(gate, RowScaled) else None
     assert not isinstance(up, RowScaled) or up.scale is scale, "row scales of two matmuls"
-    gate, up = (each.out if isinstance(each, RowScaled) else each for each in (gate, up))
+    gate, up = (part.out if isinstance(part, RowScaled) else part for part in (gate, up))
     width, block = gate.shape[-1], 1024
     gates, ups = _rows(gate), _rows(up)
     if pack:

@@ -205,7 +205,7 @@ def _pack_rows_kernel(device: torch.device) -> Kernel:
 def prepare(layouts: Iterable[Layout], tilings: Mapping[int, Tiling], device: torch.device) -> None:
     """Compile the variants of these layouts and buckets in parallel, before they are timed or captured."""
     card = card_of(device)
-    wanted = [
+    variants = [
         (layout, bucket, tiling)
         for layout in dict.fromkeys(layouts)
         for bucket, tiling in tilings.items()
@@ -214,7 +214,7 @@ def prepare(layouts: Iterable[Layout], tilings: Mapping[int, Tiling], device: to
 
     modules = [
         variant(layout, bucket, tiling, device, grouped=grouped(card, bucket)).matmul.module
-        for layout, bucket, tiling in wanted
+        for layout, bucket, tiling in variants
     ]
     modules.append(_pack_rows_kernel(device).module)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -310,8 +310,8 @@ def _launch(
     grid, share, extra = partition(card_of(out.device), weight)
     sizes = (weight.data.shape[1], weight.data.shape[0], weight.rows, out.stride(0), x.rows)
     numbers = (*sizes, share, extra, position, int(partial_sums))
-    chosen = tiling or tilings_of(out.device)[x.bucket]
-    variant(weight.layout, x.bucket, chosen, out.device, grouped=x.grouped).matmul(
+    choice = tiling or tilings_of(out.device)[x.bucket]
+    variant(weight.layout, x.bucket, choice, out.device, grouped=x.grouped).matmul(
         (grid, 1),
         [weight.data, weight.row_scale, x.data, x.scale, out, parts, *map(c_int, numbers)],
     )

@@ -143,8 +143,8 @@ def pack(data: Tensor, type: QuantType, space: Tensor | None = None) -> PackedWe
     At the start of `space` where that is given; tiles of a matrix are a multiple of 256 bytes.
     """
     rows, columns = len(data), data.shape[1] // type.block_bytes * type.block_elements
-    made = empty_packed(type, rows, columns, data.device, space)
-    layout, padded, width = made.layout, made.padded_rows, made.padded_columns
+    packed = empty_packed(type, rows, columns, data.device, space)
+    layout, padded, width = packed.layout, packed.padded_rows, packed.padded_columns
     step = max(ROW_BLOCK, _SLICE // width // ROW_BLOCK * ROW_BLOCK)
     for start in range(0, padded, step):
         stop = min(start + step, padded)
@@ -153,11 +153,11 @@ def pack(data: Tensor, type: QuantType, space: Tensor | None = None) -> PackedWe
             slice_tiles, scale = _pack_dense(part, type, stop - start, width)
         else:
             slice_tiles, scale = _pack_fields(fields(part, type), layout, stop - start, width)
-        made.data[:, start // 16 : stop // 16] = slice_tiles
-        made.row_scale[start:stop] = scale
-    largest = made.row_scale.amax()
+        packed.data[:, start // 16 : stop // 16] = slice_tiles
+        packed.row_scale[start:stop] = scale
+    largest = packed.row_scale.amax()
     gain = _EXPANSION if layout.scales != "none" else 1.0
-    return replace(made, expand_factor=made.row_scale / largest * gain, expand_scale=largest / gain)
+    return replace(packed, expand_factor=packed.row_scale / largest * gain, expand_scale=largest / gain)
 
 
 def first_rows(weight: PackedWeight, rows: int) -> PackedWeight:

@@ -50,10 +50,10 @@ class PartialSums:
             begin, end = (self.cta_of(block * self.depth + step) for step in (0, self.depth - 1))
             if begin < end:
                 low, high = max(self.first, block * size), min(last, (block + 1) * size)
-                own = self.parts[:, :, : self.rows, low - block * size : high - block * size]
-                total = own[begin, 1]
+                block_parts = self.parts[:, :, : self.rows, low - block * size : high - block * size]
+                total = block_parts[begin, 1]
                 for cta in range(begin + 1, end + 1):
-                    total = total + own[cta, 0]
+                    total = total + block_parts[cta, 0]
                 result[:, low - self.first : high - self.first] = total
         return result
 

@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Protocol, Self
 
@@ -107,15 +108,15 @@ class CompileAhead:
         """Record the launches of a dry run, and have them compiled."""
         work: list[tuple[str, Callable[[], object]]] = []
         try:
-            with DryRun(self._device) as found:
+            with DryRun(self._device) as listed:
                 rehearse()
                 if self._check is not None:
                     self._check.rehearse()
-            for launch in found.launches:
+            for launch in listed.launches:
                 launch.touch(self._device)
             # Triton's first: the longest of them takes as long as several of the others.
-            work = [(launch.name, lambda each=launch: each.load(self._device)) for launch in found.launches]
-            work += [(f"the CUDA C++ kernel {module.names}", module.load) for module in found.modules]
+            work = [(launch.name, partial(launch.load, self._device)) for launch in listed.launches]
+            work += [(f"the CUDA C++ kernel {module.names}", module.load) for module in listed.modules]
         except Exception:
             self._failed = True
             log.warning("kernels are compiled when they are launched, which takes longer", exc_info=True)

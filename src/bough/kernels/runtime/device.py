@@ -115,18 +115,18 @@ def compiled_for(arch: str, known: tuple[str, ...]) -> str:
     """
     if arch in known or not known:
         return ""
-    wanted = _capability(arch)
-    older = sorted(_capability(name) for name in known if (8, 0) <= _capability(name) < wanted)
+    capability = _capability(arch)
+    older = sorted(_capability(name) for name in known if (8, 0) <= _capability(name) < capability)
     if not older:
         names = ", ".join(sorted(known, key=_capability))
         log.warning("this NVRTC compiles for %s, not for %s: kernels run in Triton", names, arch)
         return _NOTHING
     major, minor = older[-1]
-    chosen = f"sm_{major}{minor}" if major == wanted[0] else f"compute_{major}{minor}"
+    target = f"sm_{major}{minor}" if major == capability[0] else f"compute_{major}{minor}"
     log.warning(
-        "this NVRTC does not know %s: kernels are compiled for %s; a newer PyTorch may know it", arch, chosen
+        "this NVRTC does not know %s: kernels are compiled for %s; a newer PyTorch may know it", arch, target
     )
-    return chosen
+    return target
 
 
 def kind_of(device: torch.device) -> str:

@@ -98,8 +98,8 @@ class Launch:
 
     def compile(self) -> Any:
         """Return the compiled kernel, from Triton's cache if it is there."""
-        given = [each.descriptor() if isinstance(each, Tiles) else each for each in self.arguments]
-        return self.kernel.warmup(*given, grid=(1,), **dict(self.options))
+        arguments = [arg.descriptor() if isinstance(arg, Tiles) else arg for arg in self.arguments]
+        return self.kernel.warmup(*arguments, grid=(1,), **dict(self.options))
 
     def touch(self, device: torch.device) -> None:
         """Create Triton's table of the kernel's variants: two threads would create two of them."""
@@ -155,8 +155,8 @@ class DryRun(TorchFunctionMode):
         if func == _IS_CUDA:
             return args[0].is_meta
         if func == _DEVICE:
-            found = func(*args)
-            return self._device if found.type == "meta" else found
+            result = func(*args)
+            return self._device if result.type == "meta" else result
         if name == "data_ptr" and args[0].is_meta:
             return args[0].storage_offset() * args[0].element_size()
         if isinstance(out := kwargs.get("out"), Tensor) and out.is_meta:

@@ -86,22 +86,22 @@ class _Launch:
         self.search_grid = (self.rows, splits)
         self.search_options = {"BLOCK": block, "num_warps": 8, "enable_fp_fusion": False}
 
-    def adjust(self, tokens: Tensor, ancestors: Tensor, chosen: Tensor, *, masks: bool, count: int) -> None:
+    def adjust(self, tokens: Tensor, ancestors: Tensor, out: Tensor, *, masks: bool, count: int) -> None:
         state, work = self.state, self.work
         kernel.adjust_kernel[self.grid](
-            self.logits, work.adjusted, work.partial, work.maxima, work.record, work.arrived, chosen,
+            self.logits, work.adjusted, work.partial, work.maxima, work.record, work.arrived, out,
             state.numbers, state.integers, state.prompt, state.counts, state.bias, state.allowed, tokens,
             ancestors, self.owners.slots, self.owners.starts, len(tokens), *self.shape,
             state.allowed.shape[1], MASKS=MASKED if masks else 0, COUNT=count, CLASSES=work.classes,
             MAXIMA=work.maxima_size, RANK=work.bound_rank, **self.options,
         )  # fmt: skip
 
-    def settle(self, positions: Tensor, chosen: Tensor, scores: Tensor, *, count: int) -> None:
+    def settle(self, positions: Tensor, out: Tensor, scores: Tensor, *, count: int) -> None:
         """Sample (count 0) or rank on the short list; finds the last token kept of rows that stay open."""
         state, work = self.state, self.work
         kernel.shortlist_kernel[self.search_grid](
             self.logits, work.adjusted, work.partial, work.listed, work.mass, work.count, work.record,
-            work.arrived, positions, self.owners.slots, state.numbers, state.integers, chosen, scores,
+            work.arrived, positions, self.owners.slots, state.numbers, state.integers, out, scores,
             *self.shape, LIST=work.shortlist, COUNT=count, SPLITS=SPLITS, **self.search_options,
         )  # fmt: skip
         search.histogram_kernel[self.search_grid](

@@ -141,8 +141,8 @@ def sample(
             noise = gumbel(seed, torch.arange(logits.shape[-1], device=logits.device), positions[:, None])
         return (cooled(logits, temperature) + noise).argmax(-1)
     scores, ids = filtered(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    chosen = (scores + gumbel(seed, ids, positions[:, None])).argmax(-1, keepdim=True)
-    return ids.gather(1, chosen)[:, 0]
+    winner = (scores + gumbel(seed, ids, positions[:, None])).argmax(-1, keepdim=True)
+    return ids.gather(1, winner)[:, 0]
 
 
 def rank(

@@ -39,10 +39,10 @@ from bough.kernels.sampling.triton_kernels import store_ranking
 
 @triton.jit
 def _open(here, temperature, top_k, share):
-    wanted = cuts(temperature, top_k, share)
-    if wanted:
-        wanted = tl.load(here + OPEN) != 0
-    return wanted
+    is_open = cuts(temperature, top_k, share)
+    if is_open:
+        is_open = tl.load(here + OPEN) != 0
+    return is_open
 
 
 @triton.jit
@@ -106,7 +106,7 @@ def _locate(mass, count, here, row, total, top_k, share):
 
 @triton.jit(do_not_specialize=["capacity"])
 def gather_kernel(
-    logits, adjusted, record, arrived, found, slots, numbers, integers, stride, vocabulary, capacity,
+    logits, adjusted, record, arrived, gathered, slots, numbers, integers, stride, vocabulary, capacity,
     COUNT: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Keys of the tokens in the bins that are cut, in any order; then that of the last token kept."""
@@ -125,9 +125,9 @@ def gather_kernel(
             value = load_values(logits, adjusted, flags, row, stride, vocabulary, ids)
             below = weigh(tl.div_rn(value - top, temperature))[1]
             place = below >> 15
-            wanted = (below < REACH) & (ids < vocabulary)
-            wanted = wanted & ((place == k_bin) | ((place >= first) & (place <= last)))
-            _append(found + row * capacity, here + GATHERED, key_of(value, ids), wanted, capacity)
+            in_bins = (below < REACH) & (ids < vocabulary)
+            in_bins = in_bins & ((place == k_bin) | ((place >= first) & (place <= last)))
+            _append(gathered + row * capacity, here + GATHERED, key_of(value, ids), in_bins, capacity)
         if finishes(arrived, row, splits):
             number = tl.load(here + GATHERED, cache_modifier=".cg")
             rank, k_mass = tl.load(here + K_RANK), tl.load(here + K_MASS)
@@ -135,31 +135,31 @@ def gather_kernel(
             threshold, weight = tl.full((), LOWEST, tl.int64), tl.full((), 0, tl.int64)
             if k_bin >= 0:
                 threshold, weight = _search(
-                    logits, adjusted, found, flags, row, stride, vocabulary, capacity, number, top,
+                    logits, adjusted, gathered, flags, row, stride, vocabulary, capacity, number, top,
                     temperature, k_bin, k_bin, threshold, rank, True, CHUNK,
                 )  # fmt: skip
                 total = k_mass + weight
             if share < (1 << 24):
                 threshold, weight = _search(
-                    logits, adjusted, found, flags, row, stride, vocabulary, capacity, number, top,
+                    logits, adjusted, gathered, flags, row, stride, vocabulary, capacity, number, top,
                     temperature, first, last, threshold, limit_of(total, share) - above, False, CHUNK,
                 )  # fmt: skip
             tl.store(here + THRESHOLD, threshold)
 
 
 @triton.jit
-def _append(target, number, key, wanted, capacity):
-    many = tl.sum(wanted.to(tl.int32), 0)
+def _append(target, number, key, listed, capacity):
+    many = tl.sum(listed.to(tl.int32), 0)
     if many > 0:
         start = tl.atomic_add(number, many, sem="relaxed")
-        at = start + tl.cumsum(wanted.to(tl.int32), 0) - 1
-        tl.store(target + at, key, mask=wanted & (at < capacity))
+        at = start + tl.cumsum(listed.to(tl.int32), 0) - 1
+        tl.store(target + at, key, mask=listed & (at < capacity))
 
 
 @triton.jit
 def _search(
-    logits, adjusted, found, flags, row, stride, vocabulary, capacity, number, top, temperature, first, last,
-    least, target, BY_COUNT: tl.constexpr, CHUNK: tl.constexpr,
+    logits, adjusted, gathered, flags, row, stride, vocabulary, capacity, number, top, temperature, first,
+    last, least, target, BY_COUNT: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """The largest key in bins first to last such that the tokens from there up number or weigh `target`.
 
@@ -180,7 +180,7 @@ def _search(
                 key = tl.where(index < vocabulary, key_of(value, index), LOWEST)
             else:
                 key = tl.load(
-                    found + row * capacity + index, mask=index < number, other=LOWEST, cache_modifier=".cg"
+                    gathered + row * capacity + index, mask=index < number, other=LOWEST, cache_modifier=".cg"
                 )
             weight, below = weigh(tl.div_rn(value_of(key) - top, temperature))
             place = below >> 15
@@ -201,7 +201,7 @@ def _search(
 
 @triton.jit
 def rank_kernel(
-    logits, adjusted, record, arrived, kept, positions, slots, numbers, integers, ids_out, scores_out, stride,
+    logits, adjusted, record, arrived, pool, positions, slots, numbers, integers, ids_out, scores_out, stride,
     vocabulary, COUNT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Gathers what the filters keep of a draft's row, at most POOL tokens, and ranks it."""
@@ -221,12 +221,12 @@ def rank_kernel(
             score = tl.div_rn(value - top, temperature)
             below = weigh(score)[1]
             key = key_of(value, ids)
-            wanted = (below < REACH) & (ids < vocabulary) & (key >= threshold) & (score >= least)
-            _append(kept + row * POOL, here + KEPT, key, wanted, POOL)
+            allowed = (below < REACH) & (ids < vocabulary) & (key >= threshold) & (score >= least)
+            _append(pool + row * POOL, here + KEPT, key, allowed, POOL)
         if finishes(arrived, row, splits):
             index = tl.arange(0, POOL)
             live = index < tl.load(here + KEPT, cache_modifier=".cg")
-            key = tl.load(kept + row * POOL + index, mask=live, other=LOWEST, cache_modifier=".cg")
+            key = tl.load(pool + row * POOL + index, mask=live, other=LOWEST, cache_modifier=".cg")
             score = tl.where(live, tl.div_rn(value_of(key) - top, temperature), -1000.0)
             total = tl.load(here + TOTAL)
             store_ranking(

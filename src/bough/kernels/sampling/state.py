@@ -131,17 +131,17 @@ class NoiseCache:
 
     def at(self, slot: int, seed: int, positions: Tensor, vocabulary: int) -> Tensor:
         """Return the noise [R, V] of the positions [R]."""
-        wanted, rows = positions.tolist(), self._rows.get(slot, {})
+        numbers, rows = positions.tolist(), self._rows.get(slot, {})
         if seed != self._seeds.get(slot):
             self._seeds[slot], rows = seed, {}
-        missing = sorted(set(wanted) - rows.keys())
+        missing = sorted(set(numbers) - rows.keys())
         if missing:
             ids = torch.arange(vocabulary, device=positions.device)
             fresh = gumbel(seed, ids, torch.tensor(missing, device=positions.device)[:, None])
-            rows = {at: row for at, row in rows.items() if at >= min(wanted)}
+            rows = {at: row for at, row in rows.items() if at >= min(numbers)}
             rows.update(zip(missing, fresh, strict=True))
         self._rows[slot] = rows
-        return torch.stack([rows[at] for at in wanted])
+        return torch.stack([rows[at] for at in numbers])
 
 
 def sample_rows(
@@ -165,8 +165,8 @@ def sample_rows(
             if cache is not None and settings["temperature"] > 0 and not _filters(settings):
                 noise = cache.at(slot, settings["seed"], positions[rows], logits.shape[1])
             tree = tokens[start : start + 64]  # of the rows, and perhaps others that their bits leave out
-            own = adjusted(logits[rows], tree, ancestors[rows], state, slot, masks=state.allowed[rows])
-            parts.append(sample(own, positions[rows], noise=noise, **settings))
+            values = adjusted(logits[rows], tree, ancestors[rows], state, slot, masks=state.allowed[rows])
+            parts.append(sample(values, positions[rows], noise=noise, **settings))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -188,17 +188,17 @@ def rank_rows(
     """The package's function of this name on any device."""
     parts = []
     for slot, start, rows in _by_sequence(owners):
-        own, found = logits[rows], None
+        values, ranking = logits[rows], None
         if state.argmax[slot] and not logits.is_cuda:
-            found = native.rank_rows(own, count)
-        if found is None:
-            above = torch.ones(len(own), dtype=torch.int64, device=logits.device)
-            own = adjusted(own, anchors[start : start + 1], above, state, slot)
-            ids, scores = rank(own, positions[rows], count=count, **state.settings(slot))
+            ranking = native.rank_rows(values, count)
+        if ranking is None:
+            above = torch.ones(len(values), dtype=torch.int64, device=logits.device)
+            values = adjusted(values, anchors[start : start + 1], above, state, slot)
+            ids, scores = rank(values, positions[rows], count=count, **state.settings(slot))
             missing = count - ids.shape[1]
             ids = ids.masked_fill(scores == -torch.inf, 0)
-            found = pad(ids, (0, missing)), pad(scores, (0, missing), value=-torch.inf)
-        parts.append(found)
+            ranking = pad(ids, (0, missing)), pad(scores, (0, missing), value=-torch.inf)
+        parts.append(ranking)
     if len(parts) == 1:
         return parts[0]
     ids, scores = (torch.cat(part) for part in zip(*parts, strict=True))

@@ -53,7 +53,7 @@ _TREE = tl.constexpr(64)  # rows of a tree at most
 
 @triton.jit(do_not_specialize=["tree_rows", "words"])
 def adjust_kernel(
-    logits, adjusted, partial, maxima, record, arrived, chosen, numbers, integers, prompt, counts, bias,
+    logits, adjusted, partial, maxima, record, arrived, out, numbers, integers, prompt, counts, bias,
     allowed, tokens, ancestors, slots, starts, tree_rows, stride, vocabulary, words, MASKS: tl.constexpr,
     COUNT: tl.constexpr, CLASSES: tl.constexpr, MAXIMA: tl.constexpr, RANK: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK: tl.constexpr,
@@ -81,11 +81,11 @@ def adjust_kernel(
     if flags != 0:
         # In small parts: many registers here would leave room for few programs everywhere.
         for part in range(0, BLOCK, PART):
-            own = part + tl.arange(0, PART)
+            place = part + tl.arange(0, PART)
             _adjust(
                 logits, adjusted, numbers, prompt, counts, bias, allowed, tokens, ancestors, row, tree_rows,
-                stride, vocabulary, words, flags, (own // CLASSES * splits + split) * CLASSES + own % CLASSES,
-                split, MASKS, CLASSES,
+                stride, vocabulary, words, flags,
+                (place // CLASSES * splits + split) * CLASSES + place % CLASSES, split, MASKS, CLASSES,
             )  # fmt: skip
         tl.debug_barrier()
         value = tl.load(adjusted + row * vocabulary + ids, mask=inside, other=float("-inf"))
@@ -106,7 +106,7 @@ def adjust_kernel(
         if cuts(temperature, top_k, share):
             tl.store(here + BOUND, _bound(maxima, row, splits * CLASSES, MAXIMA, RANK))
         if temperature == 0:
-            tl.store(chosen + row, token_of(best, vocabulary))
+            tl.store(out + row, token_of(best, vocabulary))
 
 
 @triton.jit
@@ -164,7 +164,7 @@ def _leading(value):
 @triton.jit
 def shortlist_kernel(
     logits, adjusted, masses, listed, mass, count, record, arrived, positions, slots, numbers, integers,
-    chosen, scores, stride, vocabulary, LIST: tl.constexpr, COUNT: tl.constexpr, SPLITS: tl.constexpr,
+    out, scores, stride, vocabulary, LIST: tl.constexpr, COUNT: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Weighs the row and lists its best tokens; the last program of the row samples or ranks among them.
@@ -188,12 +188,12 @@ def shortlist_kernel(
             weight, below = weigh(tl.div_rn(value - top, temperature))
             inside = ids < vocabulary
             heavy += tl.sum(tl.where(inside, weight, 0), 0)
-            wanted = inside & (below < REACH) & (_leading(value) >= bound.to(tl.int32))
-            many = tl.sum(wanted.to(tl.int32), 0)
+            in_list = inside & (below < REACH) & (_leading(value) >= bound.to(tl.int32))
+            many = tl.sum(in_list.to(tl.int32), 0)
             if many > 0:
                 start = tl.atomic_add(here + LISTED, many, sem="relaxed")
-                at = start + tl.cumsum(wanted.to(tl.int32), 0) - 1
-                tl.store(listed + row * LIST + at, key_of(value, ids), mask=wanted & (at < LIST))
+                at = start + tl.cumsum(in_list.to(tl.int32), 0) - 1
+                tl.store(listed + row * LIST + at, key_of(value, ids), mask=in_list & (at < LIST))
         tl.store(masses + row * SPLITS + split, heavy)
         if finishes(arrived, row, splits):
             part = tl.arange(0, SPLITS)
@@ -204,13 +204,13 @@ def shortlist_kernel(
             key = tl.load(listed + row * LIST + index, mask=live, other=LOWEST, cache_modifier=".cg")
             _settle(
                 row, key, number, tl.sum(total, 0), top, here, mass, count, positions, numbers, integers,
-                chosen, scores, vocabulary, LIST, COUNT,
+                out, scores, vocabulary, LIST, COUNT,
             )  # fmt: skip
 
 
 @triton.jit
 def _settle(
-    row, key, number, total, top, here, mass, count, positions, numbers, integers, chosen, scores, vocabulary,
+    row, key, number, total, top, here, mass, count, positions, numbers, integers, out, scores, vocabulary,
     LIST: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     temperature, top_k, share, least = load_filters(numbers, integers, COUNT)
@@ -220,26 +220,26 @@ def _settle(
     score = tl.where(live, tl.div_rn(value_of(key) - top, temperature), -1000.0)
     weight, _ = weigh(score)
     weights = tl.cumsum(weight, 0)
-    found = tl.max(weights, 0)
+    listed_weight = tl.max(weights, 0)
     left = tl.where(top_k > 0, tl.sum(tl.where(index < top_k, weight, 0), 0), total)
     limit = limit_of(left, share)
     # What is not listed weighs nothing, or is cut.
-    settled = (found == total) | tl.where(top_k > 0, top_k <= number, found >= limit)
+    settled = (listed_weight == total) | tl.where(top_k > 0, top_k <= number, listed_weight >= limit)
     settled = settled & (number <= LIST)
-    kept = live & ((top_k == 0) | (index < top_k))
-    kept = kept & ((share == 1 << 24) | (weights - weight < limit))
+    allowed = live & ((top_k == 0) | (index < top_k))
+    allowed = allowed & ((share == 1 << 24) | (weights - weight < limit))
     tl.store(here + TOTAL, total)
     tl.store(here + OPEN, tl.where(settled, 0, 1))
     if settled:
-        tl.store(here + THRESHOLD, tl.min(tl.where(kept, key, HIGHEST), 0))
-        kept = kept & (score >= least)
+        tl.store(here + THRESHOLD, tl.min(tl.where(allowed, key, HIGHEST), 0))
+        allowed = allowed & (score >= least)
         if COUNT > 0:
-            store_ranking(row, key, kept, score, total, positions, numbers, integers, chosen, scores, COUNT)
+            store_ranking(row, key, allowed, score, total, positions, numbers, integers, out, scores, COUNT)
         else:
             token = (0xFFFFF - (key & 0xFFFFF)).to(tl.int32)
             noise = gumbel(tl.load(integers + 1), token, tl.load(positions + row))
-            best = tl.max(tl.where(kept, key_of(score + noise, token), LOWEST), 0)
-            tl.store(chosen + row, token_of(best, vocabulary))
+            best = tl.max(tl.where(allowed, key_of(score + noise, token), LOWEST), 0)
+            tl.store(out + row, token_of(best, vocabulary))
     else:
         bins = tl.arange(0, BINS)
         tl.store(mass + row * BINS + bins, tl.zeros([BINS], tl.int64))
@@ -250,30 +250,30 @@ def _settle(
 
 @triton.jit
 def store_ranking(
-    row, key, kept, score, total, positions, numbers, integers, ids_out, scores_out, COUNT: tl.constexpr,
+    row, key, allowed, score, total, positions, numbers, integers, ids_out, scores_out, COUNT: tl.constexpr,
 ):  # fmt: skip
     """The COUNT best of the tokens kept, with the noise at a temperature, and their log probabilities."""
     token = (0xFFFFF - (key & 0xFFFFF)).to(tl.int32)
     if tl.load(numbers) > 0:
         noise = gumbel(tl.load(integers + 1), token, tl.load(positions + row))
         score = _SHARPNESS * (score + noise)
-        score = score - tl.max(tl.where(kept, score, float("-inf")), 0)
+        score = score - tl.max(tl.where(allowed, score, float("-inf")), 0)
         weight, _ = weigh(score)
-        total = tl.sum(tl.where(kept, weight, 0), 0)
+        total = tl.sum(tl.where(allowed, weight, 0), 0)
     normaliser = log(total.to(tl.float32) * 9.094947017729282e-13)
-    order = tl.where(kept, key_of(score, token), LOWEST)
+    order = tl.where(allowed, key_of(score, token), LOWEST)
     for place in range(COUNT):
         best = tl.max(order, 0)
-        found = best > LOWEST
-        tl.store(ids_out + row * COUNT + place, tl.where(found, 0xFFFFF - (best & 0xFFFFF), 0))
-        log_probability = tl.where(found, tl.minimum(value_of(best) - normaliser, 0.0), float("-inf"))
+        present = best > LOWEST
+        tl.store(ids_out + row * COUNT + place, tl.where(present, 0xFFFFF - (best & 0xFFFFF), 0))
+        log_probability = tl.where(present, tl.minimum(value_of(best) - normaliser, 0.0), float("-inf"))
         tl.store(scores_out + row * COUNT + place, log_probability)
         order = tl.where(order == best, LOWEST, order)
 
 
 @triton.jit
 def noise_kernel(
-    logits, adjusted, perturbed, record, arrived, positions, slots, numbers, integers, chosen, stride,
+    logits, adjusted, perturbed, record, arrived, positions, slots, numbers, integers, out, stride,
     vocabulary, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The largest of score and noise among the tokens that are kept, where that is not settled yet."""
@@ -302,15 +302,15 @@ def noise_kernel(
             value = load_values(logits, adjusted, flags, row, stride, vocabulary, ids)
             score = tl.div_rn(value - top, temperature)
             # 41 octaves: no noise lifts a token from further below.
-            kept = (ids < vocabulary) & (score >= least) & (score > -28.42)
-            kept = kept & (key_of(value, ids) >= threshold)
+            allowed = (ids < vocabulary) & (score >= least) & (score > -28.42)
+            allowed = allowed & (key_of(value, ids) >= threshold)
             word = random_word(seed, ids, position)
             # Noise is at most -log u, and an approximate logarithm is good enough to say who may win.
             octaves = tl.log2(word.to(tl.float32) + 0.5) - 32.0
-            kept = kept & (octaves <= (score - floor) * 1.4426950408889634 + 0.02)
-            if tl.max(kept.to(tl.int32), 0) > 0:
+            allowed = allowed & (octaves <= (score - floor) * 1.4426950408889634 + 0.02)
+            if tl.max(allowed.to(tl.int32), 0) > 0:
                 noisy = key_of(score + gumbel_of(word), ids)
-                best = tl.maximum(best, tl.max(tl.where(kept, noisy, LOWEST), 0))
+                best = tl.maximum(best, tl.max(tl.where(allowed, noisy, LOWEST), 0))
                 floor = tl.maximum(floor, tl.where(best > LOWEST, value_of(best), floor))
         tl.store(perturbed + row * SPLITS + split, best)
         if finishes(arrived, row, splits):
@@ -318,4 +318,4 @@ def noise_kernel(
             best_parts = tl.load(
                 perturbed + row * SPLITS + part, mask=part < splits, other=LOWEST, cache_modifier=".cg"
             )
-            tl.store(chosen + row, token_of(tl.max(best_parts, 0), vocabulary))
+            tl.store(out + row, token_of(tl.max(best_parts, 0), vocabulary))

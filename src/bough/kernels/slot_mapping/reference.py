@@ -78,15 +78,15 @@ def slot_mapping(
     from first[s] to first[s + 1]; rows after the last sequence are padding and go to `spare_page`, and a
     sequence without rows has no pending ones.
     """
-    own, table, pending = lengths[slots], page_table[slots], count[slots]
+    committed, table, pending = lengths[slots], page_table[slots], count[slots]
     columns = torch.arange(rows, device=slots.device)
     if first is None:
-        index = own[:, None] + columns
+        index = committed[:, None] + columns
         pages, offsets = table.gather(1, index // page).flatten(), (index % page).flatten()
-        return SlotMapping(own, table, pages, offsets, path[slots], pending)
+        return SlotMapping(committed, table, pages, offsets, path[slots], pending)
     item = torch.searchsorted(first, columns, right=True) - 1
     spare = item == len(slots)
     item = item.clamp(max=len(slots) - 1)
-    index = torch.where(spare, columns, own[item] + columns - first[item])
+    index = torch.where(spare, columns, committed[item] + columns - first[item])
     pages = torch.where(spare, spare_page, table[item, index // page])
-    return SlotMapping(own, table, pages, index % page, path[slots], pending * (first.diff() > 0))
+    return SlotMapping(committed, table, pages, index % page, path[slots], pending * (first.diff() > 0))

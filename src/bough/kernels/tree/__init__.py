@@ -78,7 +78,7 @@ class Acceptance:
         counts = flat[:sequences].tolist()
         lists = flat[_HEADER * sequences :].reshape(3, sequences, MAX_ROWS)
         rows, tokens = lists[:2, :, : max(counts, default=0)].tolist()
-        return [(own[:n], found[:n]) for own, found, n in zip(rows, tokens, counts, strict=True)]
+        return [(path[:n], ids[:n]) for path, ids, n in zip(rows, tokens, counts, strict=True)]
 
     def _header(self, field: int) -> Tensor:
         return self.flat[field * self.sequences : (field + 1) * self.sequences]
@@ -127,34 +127,25 @@ def best_tree(
 
         options = {"nodes": nodes, "rows": rows, "spine": spine, "correction": correction}
         return triton_kernels.best_tree(anchors, *(part.contiguous() for part in parts), **options)
-    made = [
-        _best_tree(*each, nodes=nodes, rows=rows, spine=spine, correction=correction)
-        for each in zip(anchors.tolist(), *parts, strict=True)
+    trees = [
+        _best_tree(*inputs, nodes=nodes, rows=rows, spine=spine, correction=correction)
+        for inputs in zip(anchors.tolist(), *parts, strict=True)
     ]
-    if len(made) == 1:
-        packed, weights = made[0]
+    if len(trees) == 1:
+        packed, weights = trees[0]
         return packed[None], weights[None]
-    packed, weights = (torch.stack(part) for part in zip(*made, strict=True))
+    packed, weights = (torch.stack(part) for part in zip(*trees, strict=True))
     return packed, weights
 
 
 def _best_tree(
-    anchor: int,
-    ids: Tensor,
-    scores: Tensor,
-    chains: Tensor,
-    chain_scores: Tensor,
-    *,
-    nodes: int,
-    rows: int,
-    spine: float,
-    correction: Correction | None,
+    anchor: int, *parts: Tensor, nodes: int, rows: int, spine: float, correction: Correction | None
 ) -> tuple[Tensor, Tensor]:
+    ids, scores, chains, chain_scores = parts
     calibration = (correction.edges, correction.table, correction.depth_bins) if correction else None
-    parts = (ids, scores, chains, chain_scores)
-    found = native.best_tree(anchor, parts, calibration, nodes=nodes, rows=rows, spine=spine)
-    if found is not None:
-        return found
+    tree = native.best_tree(anchor, parts, calibration, nodes=nodes, rows=rows, spine=spine)
+    if tree is not None:
+        return tree
     corrected = correction.applied(scores) if correction else scores
     tokens, parents, weights = reference.best_first(
         anchor, ids, corrected, chains, chain_scores, nodes=nodes, spine=spine
@@ -187,8 +178,8 @@ def accept_path(
 
         tables = {"first": first, "slots": slots, "stops": stops, "limits": limits, "counts": counts}
         return Acceptance(triton_kernels.accept_path(tokens, parents, ancestors, sampled, **tables))
-    picks, own = sampled.tolist(), tokens.tolist()
-    bounds = [0, len(own)] if first is None else first.tolist()
+    picks, drafted = sampled.tolist(), tokens.tolist()
+    bounds = [0, len(drafted)] if first is None else first.tolist()
     parts = zip(pairwise(bounds), slots.tolist(), limits.tolist(), strict=True)
     sequences = len(bounds) - 1
     flat = _nothing_accepted(sequences).copy()
@@ -196,7 +187,7 @@ def accept_path(
     bits, times = ancestors.numpy(), counts.numpy()
     for item, ((begin, end), slot, limit) in enumerate(parts):
         if end > begin:
-            mine, taken, path = own[begin:end], picks[begin:end], [0]
+            mine, taken, path = drafted[begin:end], picks[begin:end], [0]
             if end > begin + 1:
                 above, ends = parents.tolist()[begin:end], stops[slot].tolist()
                 path = reference.accept_path(mine, above, taken, stops=ends, limit=limit)

@@ -62,14 +62,14 @@ def best_first(
     def children(node: _Node) -> list[float]:
         """Return the score of every column below a node; -inf: no such child."""
         depth = node.depth
-        own = own_scores[depth][min(node.column, last)] + [-math.inf] * len(chains)
+        gains = own_scores[depth][min(node.column, last)] + [-math.inf] * len(chains)
         for chain in node.chains:
             token = columns[depth][width + chain]
             if token >= 0:
                 # One column for a token: a candidate's, or that of the first chain that has it.
                 home = columns[depth].index(token)
-                own[home] = max(own[home], own_chains[chain][depth])
-        return [min(score, 0.0) for score in own]
+                gains[home] = max(gains[home], own_chains[chain][depth])
+        return [min(score, 0.0) for score in gains]
 
     rows = [_Node(anchor, -1, 0, 0.0, list(range(len(chains))))]
     queue: list[tuple[float, int, int, float, int]] = []  # -weight, depth, parent, -score, column
@@ -90,12 +90,12 @@ def best_first(
 
     forced, tail = 0, rows[0]
     while forced < nodes and tail.depth < depths:
-        own = children(tail)
-        score = max(own)
+        gains = children(tail)
+        score = max(gains)
         weight = _float32(tail.weight + score)
         if weight < spine or weight == -math.inf:
             break
-        column, depth = own.index(score), tail.depth
+        column, depth = gains.index(score), tail.depth
         token = columns[depth][column]
         followed = [chain for chain in tail.chains if chains[chain, depth] == token]
         tail = _Node(token, -1, depth + 1, weight, followed, column)

@@ -54,8 +54,8 @@ def _prepare(
         token = tl.where(in_chain, tl.load(chains + nth * depths + depth, mask=in_chain, other=-1), token)
         level = tl.arange(0, DEEP)
         for chain in range(0, chain_count):
-            own = tl.load(chains + chain * depths + depth, mask=depth < depths, other=-1)
-            home = tl.min(tl.where((token == own) & (own >= 0), column, WIDE), 1)
+            chain_tokens = tl.load(chains + chain * depths + depth, mask=depth < depths, other=-1)
+            home = tl.min(tl.where((token == chain_tokens) & (chain_tokens >= 0), column, WIDE), 1)
             tl.store(homes + level * chain_count + chain, tl.where(home < WIDE, home, -1))
             gain = tl.load(chain_scores + chain * depths + level, mask=level < depths, other=float("-inf"))
             tl.store(gains + level * chain_count + chain, tl.minimum(gain, 0.0))
@@ -70,13 +70,13 @@ def _best_child(
     above: the column of the parent, 0 for the root.
     """
     column = tl.arange(0, WIDE)
-    own = tl.load(corrected + (depth * lines + tl.minimum(above, lines - 1)) * WIDE + column)
+    score = tl.load(corrected + (depth * lines + tl.minimum(above, lines - 1)) * WIDE + column)
     for chain in range(0, chain_count):
         home = tl.load(homes + depth * chain_count + chain)
         gain = tl.load(gains + depth * chain_count + chain)
         there = (column == home) & (((followed >> chain) & 1) != 0)
-        own = tl.where(there, tl.maximum(own, gain), own)
-    order = _order(tl.where(((used >> column) & 1) != 0, float("-inf"), own))
+        score = tl.where(there, tl.maximum(score, gain), score)
+    order = _order(tl.where(((used >> column) & 1) != 0, float("-inf"), score))
     best = tl.max(order, 0)
     return best, tl.min(tl.where(order == best, column, WIDE), 0)
 
@@ -243,8 +243,8 @@ def accept_path_kernel(
     picked = tl.full([_ROWS], -1, tl.int64)
     while going:
         accepted = tl.where(row == count, at, accepted)
-        own = tl.load(tokens + at)
-        tl.atomic_add(counts + own, 1.0, sem="relaxed")
+        token_at = tl.load(tokens + at)
+        tl.atomic_add(counts + token_at, 1.0, sem="relaxed")
         pick = tl.load(sampled + at)
         picked = tl.where(row == count, pick, picked)
         count += 1

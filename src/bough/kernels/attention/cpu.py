@@ -1,0 +1,158 @@
+"""Attention of new rows over a paged KV cache that already holds their own K and V, on a CPU, in torch."""
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from bough.kernels.attention.reference import SINKS, gathered
+from bough.kernels.kv_cache.format import HeadPool
+from bough.kernels.kv_cache.rotation import rotate, rotate_back
+
+
+def paged_attention(
+    q: Tensor,
+    keys: HeadPool,
+    values: HeadPool,
+    page_table: Tensor,
+    lengths: Tensor,
+    ancestors: Tensor | None,
+    first: Tensor | None = None,
+    *,
+    window: int | None = None,
+    gate: Tensor | None = None,
+) -> Tensor:
+    """q [B, T, H, D]; keys, values [pages, KV, page, row]; page_table [B, P]; lengths [B] committed tokens.
+
+    Row i of sequence b is at index lengths[b] + i. It attends to the committed tokens and the rows j whose
+    bit is set in ancestors[b, i]: itself and those above it; without ancestors [B, T] to the rows before it
+    and itself. Its position p is lengths[b] and the number of rows above it. With a window it attends only to
+    positions from p - window + 1 on and to the first 64. Query head h reads KV head h // (H / KV). The output
+    is multiplied by the sigmoid of gate [B, T, H, D] if given. Ragged rows: q, gate [1, N, H, D], ancestors
+    [1, N], those of sequence s from first[s] to first[s + 1]; the output of rows after the last is zero.
+
+    A quantised pool stores rotated rows. The order of the sums is torch's; see reference.py.
+    """
+    if first is not None and ancestors is not None:
+        out = torch.zeros_like(q)
+        for item, (begin, end) in enumerate(pairwise(first.tolist())):
+            if end > begin:
+                tables = (page_table[item, None], lengths[item, None], ancestors[:, begin:end])
+                opening = None if gate is None else gate[:, begin:end]
+                rows = paged_attention(q[:, begin:end], keys, values, *tables, window=window, gate=opening)
+                out[:, begin:end] = rows
+        return out
+    rows, heads = q.shape[1:3]
+    kv_heads = keys.codes.shape[1]
+    group = heads // kv_heads
+    queries = rotate(q).to(q.dtype) if keys.format.quantised else q
+    # The query heads of a KV head become rows of one matmul: [B, KV, group * T, D].
+    packed = queries.unflatten(2, (kv_heads, group)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    span = int(lengths.max()) + rows
+    k, v = (gathered(pool, page_table, span).to(q.dtype) for pool in (keys, values))
+    mask = None
+    if rows > 1 or len(q) > 1 or window is not None:
+        visible = _visible(rows, ancestors, lengths)
+        mask = _mask(visible, lengths, span)
+        if window is not None:
+            positions = lengths[:, None] + visible.sum(2) - 1
+            mask = mask & _within(lengths, positions, span, window)
+        if len(q) > 1:
+            # Rows after a shorter sequence belong to another one: not even a NaN of it may get through.
+            foreign = (torch.arange(span, device=q.device) >= lengths[:, None] + rows)[:, None, :, None]
+            k, v = k.masked_fill(foreign, 0), v.masked_fill(foreign, 0)
+        mask = mask[:, None].expand(-1, group, -1, -1).flatten(1, 2)[:, None]
+    out = scaled_dot_product_attention(packed, k, v, attn_mask=mask)
+    out = out.unflatten(2, (group, rows)).permute(0, 3, 1, 2, 4).reshape(q.shape)
+    if values.format.quantised:
+        out = rotate_back(out).to(q.dtype)
+    return out if gate is None else out * gate.sigmoid()
+
+
+def chunk_attention(
+    q: Tensor,
+    keys: HeadPool,
+    values: HeadPool,
+    page_table: Tensor,
+    lengths: Tensor,
+    *,
+    span: int,
+    gate: Tensor | None = None,
+) -> Tensor:
+    """Return the same without ancestors; span: of the longest sequence, its rows included."""
+    return paged_attention(q, keys, values, page_table, lengths, None, gate=gate)
+
+
+def _visible(rows: int, ancestors: Tensor | None, lengths: Tensor) -> Tensor:
+    """Return [B, T, T] bool: the rows that each row attends to."""
+    if ancestors is None:
+        chain = torch.ones(rows, rows, dtype=torch.bool, device=lengths.device).tril()
+        return chain.expand(len(lengths), -1, -1)
+    return ((ancestors[..., None] >> torch.arange(rows, device=lengths.device)) & 1).bool()
+
+
+def _mask(visible: Tensor, lengths: Tensor, span: int) -> Tensor:
+    """Return [B, T, span] bool: the indices that each row attends to."""
+    rows = visible.shape[1]
+    # The step's row at each index; below 0: committed text.
+    row = torch.arange(span, device=lengths.device) - lengths[:, None]
+    staged = visible.gather(2, row.clamp(0, rows - 1)[:, None].expand(-1, rows, -1))
+    return torch.where((row < rows)[:, None], staged, False) | (row < 0)[:, None]
+
+
+def _within(lengths: Tensor, positions: Tensor, span: int, window: int) -> Tensor:
+    """Return [B, T, span] bool: the indices inside each row's window, and the sinks."""
+    index = torch.arange(span, device=lengths.device)
+    row = index - lengths[:, None]
+    staged = positions.gather(1, row.clamp(0, positions.shape[1] - 1))
+    at = torch.where(row < 0, index, staged)[:, None]
+    return (at < SINKS) | (at > positions[..., None] - window)
+
+
+def block_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    ring_keys: Tensor,
+    ring_values: Tensor,
+    slots: Tensor,
+    lengths: Tensor,
+    starts: Tensor,
+    *,
+    window: int | None,
+    causal: bool,
+) -> Tensor:
+    """Return the attention of a draft block's rows over the context in a ring and over each other.
+
+    q [B, T, H, D]; k, v [B, T, KV, D] of the block itself; positions [B, T]; ring_keys, ring_values
+    [slots, ring, KV, D], position p at p modulo ring; lengths, starts [slots]: the ring holds the newest of
+    positions starts to lengths - 1. With `window`, |key - query| < window.
+    """
+    heads, ring = q.shape[2], ring_keys.shape[1]
+    group = heads // k.shape[2]
+    out = torch.empty_like(q)
+    for b, slot in enumerate(slots.tolist()):
+        length = int(lengths[slot])
+        index = torch.arange(min(length, ring), device=q.device)
+        # The newest position below `length` that the ring holds at this index.
+        held = length - 1 - (length - 1 - index) % ring
+        at = torch.cat([held, positions[b]])
+        seen = (at >= starts[slot]).expand(q.shape[1], -1)
+        query = positions[b][:, None]
+        if window is not None:
+            seen = seen & ((query - at).abs() < window)
+        if causal:
+            seen = seen & (at <= query)
+        keys, values = (
+            torch.cat([pool[slot, : len(index)].to(q.dtype), rows[b]])
+            .repeat_interleave(group, 1)
+            .transpose(0, 1)
+            for pool, rows in ((ring_keys, k), (ring_values, v))
+        )
+        rows = scaled_dot_product_attention(
+            q[b].transpose(0, 1)[None], keys[None], values[None], attn_mask=seen
+        )
+        out[b] = rows[0].transpose(0, 1)
+    return out

@@ -1,0 +1,42 @@
+"""An operation: its reference, and the implementations that a GPU has of it."""
+
+from collections.abc import Callable
+from functools import wraps
+from importlib import import_module
+from typing import ParamSpec, TypeVar
+
+from torch import Tensor
+
+from bough.kernels.runtime.backends import Backend, runs
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def op(reference: Callable[P, R], operation: str, **modules: str) -> Callable[P, R]:
+    """Return a function that calls the first implementation that runs `operation` and takes the arguments.
+
+    modules: by backend, in the order in which they are asked, the module beside the reference that has a
+    function of its name. The module's `takes_` and that name, if there is one, decides by the same arguments:
+    by device, types and sizes of heads, never by the number of rows. Else the reference computes.
+    """
+    name, package = getattr(reference, "__name__", ""), reference.__module__.rpartition(".")[0]
+
+    @wraps(reference)
+    def dispatch(*args: P.args, **kwargs: P.kwargs) -> R:
+        device = next(arg.device for arg in args if isinstance(arg, Tensor))
+        if device.type == "cuda":
+            for backend, module in modules.items():
+                if runs(operation, _backend(backend), device):
+                    kernels = import_module(f".{module}", package)
+                    takes = getattr(kernels, f"takes_{name}", None)
+                    if takes is None or takes(*args, **kwargs):
+                        return getattr(kernels, name)(*args, **kwargs)
+        return reference(*args, **kwargs)
+
+    return dispatch
+
+
+def _backend(name: str) -> Backend:
+    assert name in ("cuda", "triton"), name
+    return name

@@ -1,0 +1,68 @@
+"""DraftModel: a draft with its state of every sequence, as a draft call needs it."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from bough.spec.drafter import Rank
+from bough.spec.tree import Proposal
+from bough.state.draft_ring import SavedRings
+
+
+class DraftModel(Protocol):
+    """A draft with its state of every sequence."""
+
+    @property
+    def depth(self) -> int:
+        """Positions that one call proposes for."""
+        ...
+
+    @property
+    def taps(self) -> tuple[int, ...]: ...
+    @property
+    def context_length(self) -> int: ...
+    def begin(self, slot: int) -> None: ...
+    def append(self, slot: int, features: Tensor, *, skipped: int = 0) -> None: ...
+    def commit(self, features: Tensor, rows: Tensor, counts: Tensor, slots: Tensor) -> None: ...
+    def rollback(self, slot: int, count: int) -> None: ...
+    def flush(self, slot: int) -> int:
+        """Add the features that wait to the state; return of how many positions there were any."""
+        ...
+
+    def candidates(
+        self, anchors: Tensor, slots: Tensor, rank: Rank, count: int, chains: Tensor | None = None
+    ) -> Proposal:
+        """Return candidates after the anchors [S]; chains [S, depth]: what prompt lookup found, then -1."""
+        ...
+
+    def save(self, slot: int) -> SavedRings | None: ...
+    def restore(self, slot: int, saved: SavedRings) -> None: ...
+
+
+class NoDraftModel:
+    """Prompt lookup alone: no draft, nothing to keep."""
+
+    depth = 15
+    taps: tuple[int, ...] = ()
+    context_length = 0
+
+    def begin(self, slot: int) -> None: ...
+
+    def append(self, slot: int, features: Tensor, *, skipped: int = 0) -> None: ...
+
+    def commit(self, features: Tensor, rows: Tensor, counts: Tensor, slots: Tensor) -> None: ...
+
+    def rollback(self, slot: int, count: int) -> None: ...
+
+    def flush(self, slot: int) -> int:
+        return 0
+
+    def candidates(
+        self, anchors: Tensor, slots: Tensor, rank: Rank, count: int, chains: Tensor | None = None
+    ) -> Proposal:
+        raise AssertionError("there is no draft to call")
+
+    def save(self, slot: int) -> SavedRings | None:
+        return None
+
+    def restore(self, slot: int, saved: SavedRings) -> None: ...
