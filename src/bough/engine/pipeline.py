@@ -121,9 +121,10 @@ class Pipeline:
             pieces = [piece for piece in pieces if piece.sequence.parked is None]
         if not trees:
             return None  # the readers go on alone
-        self._working[:] = [*(pair[0] for pair in trees), *(piece.sequence for piece in pieces)]
+        if not alone:
+            self._working[:] = [pair[0] for pair in trees] + [piece.sequence for piece in pieces]
         parts = [Verify(sequence.slot, tree, sequence.room) for sequence, tree in trees]
-        forward = self._runner.verify([*parts, *(piece.part for piece in pieces)])
+        forward = self._runner.verify(parts + [piece.part for piece in pieces])
         return Batch(trees, pieces, forward)
 
     def _provide(self, sequence: Sequence, rows: int) -> bool:
