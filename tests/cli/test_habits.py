@@ -37,6 +37,7 @@ def test_words_after_the_model_are_the_prompt(bough, model):
 def test_a_name_that_is_no_model_is_said_to_be_none(bough):
     result = bough("run", "lama3", "Hello")
     assert result.exit_code == 3 and "lama3: no such file or short name" in result.stderr
+    assert "USER/REPO[:QUANT]: unsloth/Llama-3.2-3B-Instruct-GGUF:Q4_K_M" in result.stderr
 
 
 def test_a_prompt_from_a_file(bough, model, tmp_path):

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import pyte
 import pytest
 import torch
 
@@ -146,7 +147,15 @@ def test_what_cannot_be_honoured(bough, model, arguments, code, message, hint):
 
 @pytest.mark.parametrize(
     "flags",
-    [["-n", "-2"], ["-t", "-1"], ["--max-ctx", "8q"], ["--device", "tpu"], ["--seed", "-1"], ["--nonsense"]],
+    [
+        ["-n", "-2"],
+        ["-t", "-1"],
+        ["--max-ctx", "8q"],
+        ["--device", "tpu"],
+        ["--seed", "-1"],
+        ["--nonsense"],
+        ["--temperature"],
+    ],
 )
 def test_usage_errors_come_before_any_work(bough, flags):
     result = bough("run", "nothing.gguf", "-p", "x", *flags)
@@ -220,6 +229,22 @@ def test_a_bar_for_bytes_then_for_kernels_and_graphs(monkeypatch):
         part in shown for part in ("Loading model.gguf", "Compiling kernels", "/7", "Capturing CUDA", "/9")
     )
     assert shown.index("Loading") < shown.index("Compiling") < shown.index("Capturing")
+
+
+def test_a_warning_stands_above_the_bar(monkeypatch):
+    monkeypatch.setattr(view, "PATIENCE_S", 0.0)
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with LoadingBar("model.gguf", view.Screen()) as bar:
+        bar.reading(1 << 20, 2 << 20)
+        time.sleep(0.3)
+        view.Screen().warning("the machine is busy", "")
+        time.sleep(0.3)
+    screen = pyte.Screen(80, 24)
+    pyte.Stream(screen).feed(terminal.getvalue().replace("\n", "\r\n"))
+    assert [line.rstrip() for line in screen.display if line.strip()] == ["warning: the machine is busy"]
+    assert terminal.getvalue().count("Loading model.gguf") > 1
 
 
 def test_a_line_says_how_long_loading_took():
@@ -389,7 +414,7 @@ def test_a_file_that_is_no_text_is_refused(bough, tiny_model):
 
 
 def test_greedy_is_one_flag_away(bough, tiny_model, monkeypatch):
-    ask = ("run", "bough-40m", "-p", "Write a long story of a dragon.", "-n", 40, "-q")
+    ask = ("run", "bough-40m", "-p", "Write a poem about rain and iron.", "-n", 40, "-q")
     assert len({bough(*ask).stdout for _ in range(4)}) > 1  # the card's temperature, another seed each time
     assert bough(*ask, "--greedy").stdout == bough(*ask, "--greedy").stdout == bough(*ask, "-t", 0).stdout
 

@@ -82,7 +82,7 @@ def test_settings_of_claude_code(echo_server: Live):
     assert "The tool failed:\npermission denied" in text and "Go on." in text
     assert "<system>\nAgents that may be started: none.\n</system>" in text
     request = echo_server.session.seen[-1]
-    assert request.thinking is None and request.thinking_budget == 8192
+    assert request.thinking is None and request.effort == "medium"
     assert request.max_tokens == 32000
     assert [tool["function"]["name"] for tool in request.tools] == ["Bash"]
 

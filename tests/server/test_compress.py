@@ -145,4 +145,4 @@ def test_a_model_scores_in_a_thread_of_its_own_and_others_go_on(
         for each in long:
             each.join(60)
     # The same conversation is scored once.
-    assert len(names) == 1 and names[0].startswith("scoring")
+    assert len(names) == 1 and names[0].startswith("scored")

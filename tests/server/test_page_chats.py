@@ -180,6 +180,7 @@ def test_a_model_without_a_draft_says_so_and_leaves_its_room_to_the_chat(
     page_server.script.proposes = "lookup"
     page = open_page()
     expect(page.locator("#panel")).to_be_hidden()
+    expect(page.locator("#about-trees")).to_be_hidden()
     page.click("#toggle-panel")
     expect(page.locator("#panel-about")).to_contain_text("This model has no draft.")
     page.reload()

@@ -7,7 +7,9 @@ from pathlib import Path
 import httpx2
 
 from bough.config import EngineConfig
+from bough.engine.stats import RequestStats
 from bough.errors import UsageError
+from bough.server import outputs
 from bough.server.run import line
 from bough.session.loading import load_session
 from bough.session.requests import Text
@@ -45,6 +47,13 @@ def test_usage_lists_approximations(echo_server: Live, tiny_model: Callable[...,
             assert usage["approximate"] == ["values in q4_0", "a window of 100 tokens"], route
             exact = httpx2.post(echo_server.url + route, json={"model": "m"} | body, timeout=60).json()
             assert "approximate" not in exact["usage"], route
+
+
+def test_usage_counts_loops_of_reasoning_where_there_were_any():
+    assert outputs.loops(RequestStats(reasoning_loops=1), RequestStats(reasoning_loops=2)) == {
+        "reasoning_loops": 3
+    }
+    assert outputs.loops(RequestStats()) == {}
 
 
 def test_max_tokens_is_limited_by_the_context(pair_server: Live):

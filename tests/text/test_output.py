@@ -126,6 +126,12 @@ def test_xml_calls_are_typed_by_the_schema() -> None:
         ('"5"', {"type": ["integer", "string"]}, '"5"'),
         ("text", {}, "text"),
         ("[1", {"type": "array"}, "[1"),
+        ("['x', None]", {"type": "array"}, ["x", None]),
+        ("{'a': True}", {"type": "object"}, {"a": True}),
+        ("{1, 2}", {"type": "object"}, "{1, 2}"),
+        ("['x']", {"type": "string"}, "['x']"),
+        ("[__import__('os')]", {"type": "array"}, "[__import__('os')]"),
+        ("[" * 5000, {"type": "array"}, "[" * 5000),
         ("  spaced\n", {"type": "string"}, "  spaced\n"),
         ("", {"type": "string"}, ""),
         ("NaN", {"type": "number"}, "NaN"),
@@ -175,6 +181,16 @@ def test_a_string_is_not_held_back_until_it_ends() -> None:
     parser.push("<tool_call>\n<function=weather>\n<parameter=city>\nPar")
     assert [delta.text for delta in parser.push("is is in Fr")] == ["is is in Fr"]
     assert parser.push("\n</par") == []
+
+
+def test_a_call_without_the_tag_around_it() -> None:
+    bare = call("weather", ("city", "Rome")).removeprefix("<tool_call>\n").removesuffix("\n</tool_call>")
+    asked = [("call", "weather"), ("arguments", '{"city": "Rome"}')]
+    for text in (bare, bare + "\n</tool_call>"):
+        assert shown(f"Sure.\n\n{text}\n", tools=TOOLS) == [("content", "Sure."), *asked]
+        assert shown(text + text, tools=TOOLS) == asked * 2
+    other = "Write <function=name> or <function=weather"
+    assert shown(other, tools=TOOLS) == [("content", other)]
 
 
 def test_json_calls() -> None:

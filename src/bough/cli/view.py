@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from traceback import format_exc
-from typing import IO, Any, Protocol, Self
+from typing import IO, Any, ClassVar, Protocol, Self
 
 import typer
 from rich.cells import cell_len
@@ -148,9 +148,17 @@ def _labelled(*rows: tuple[str, str, str]) -> None:
     for label, text, style in rows:
         if text:
             line = Text.assemble((f"{label}:", style), " ", guarded(with_flags(text), sys.stderr))
-            with tolerated():
+            with tolerated(), _above_the_bar():
                 # Hints hold commands, which are copied: only the terminal itself may break them.
                 console.print(line, soft_wrap=label == "hint" or not sys.stderr.isatty())
+
+
+@contextlib.contextmanager
+def _above_the_bar() -> Generator[None]:
+    """Print lines above the progress that is shown."""
+    bar = Bar.on_screen
+    with contextlib.nullcontext() if bar is None else bar.paused():
+        yield
 
 
 def confirm(text: str) -> bool:
@@ -165,7 +173,7 @@ def confirm(text: str) -> bool:
 def _say(text: str, style: str, *, whole: bool = False) -> None:
     """Print a line on standard error; on a terminal it is broken between words unless `whole`."""
     line = Text(guarded(with_flags(text), sys.stderr), style=style)
-    with tolerated():
+    with tolerated(), _above_the_bar():
         _console(sys.stderr).print(line, soft_wrap=whole or not sys.stderr.isatty())
 
 
@@ -260,6 +268,8 @@ class ShownAnswer:
 class Bar:
     """A line of progress on standard error that appears after PATIENCE_S and vanishes at the end."""
 
+    on_screen: ClassVar["Bar | None"] = None
+
     def __init__(self, label: str, columns: Sequence[ProgressColumn], *, shown: bool):
         console = _console(sys.stderr)
         self._progress = Progress(
@@ -271,7 +281,7 @@ class Bar:
         )
         self._task = self._progress.add_task(_label(label), total=None)
         self._shown = shown
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._timer = threading.Timer(PATIENCE_S, self._start)
         self._timer.daemon = True
 
@@ -294,6 +304,7 @@ class Bar:
             self._shown = False
             if self._progress.live.is_started:
                 self._progress.stop()
+                Bar.on_screen = None
 
     @contextlib.contextmanager
     def paused(self) -> Generator[None]:
@@ -310,6 +321,7 @@ class Bar:
         with self._lock:
             if self._shown:
                 self._progress.start()
+                Bar.on_screen = self
 
 
 class DownloadBar(Bar):
@@ -323,16 +335,14 @@ class DownloadBar(Bar):
     def downloading(self, name: str, done: int, total: int) -> None:
         if not self.began:
             self.began = True
-            with self.paused():
-                self._screen.note(f"Fetching {self._what}, {amount(total)}")
+            self._screen.note(f"Fetching {self._what}, {amount(total)}")
         self.update(done, total, label=f"Downloading {name}")
 
     def checking(self, name: str, done: int, total: int) -> None:
         self.update(done, total, label=f"Checking {name}")
 
     def notice(self, text: str) -> None:
-        with self.paused():
-            self._screen.notice(text)
+        self._screen.notice(text)
 
 
 class _Amount(ProgressColumn):

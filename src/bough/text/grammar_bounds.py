@@ -6,6 +6,7 @@ long or much memory: `grammar_process` has the limits for that.
 
 import re
 from collections.abc import Iterator, Mapping
+from itertools import zip_longest
 from typing import Any
 
 from bough.errors import UsageError
@@ -67,10 +68,10 @@ def check_rules(text: str, field: str | None) -> None:
     plain = _OPAQUE.sub(" ", text)
     rules = list(_RULE.finditer(plain))
     _check(len(rules), MAX_RULES, "rules", field)
-    ends = [*(match.start() for match in rules[1:]), len(plain)]
     names = {match[1] for match in rules}
     bodies: dict[str, set[str]] = {}
-    for match, end in zip(rules, ends, strict=True):
+    for match, following in zip_longest(rules, rules[1:]):
+        end = following.start() if following else len(plain)
         bodies.setdefault(match[1], set()).update(names & set(_NAME.findall(plain, match.end(), end)))
     _check(_longest_path(bodies), MAX_PATH, "rules that refer to each other in a row", field)
 

@@ -14,6 +14,7 @@ from bough.text.tools import Tool, is_string, json_text, parsed, typed
 THINK, END_THINK = "<think>", "</think>"
 _MAX_NAME = 256
 _WHOLE_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)  # of JSON
+_BEGINNINGS = (tags.OPEN, tags.FUNCTION)
 _CERTAIN = len("<tool")  # of the opening tag; less may be other text
 
 
@@ -77,7 +78,7 @@ class OutputParser:
 
     def _drop_opening(self) -> None:
         """Drop the beginning of an opening tag at the end of the held text."""
-        start = _before(self._held, tags.OPEN)
+        start = _before(self._held, *_BEGINNINGS)
         if len(self._held) - start >= _CERTAIN:
             self._held = self._held[:start].rstrip()
 
@@ -132,10 +133,11 @@ class OutputParser:
             self._emit("content", self._held)
             self._held = ""
             return False
-        before, tag, _ = self._held.partition(tags.OPEN)
-        if not tag:
-            self._emit("content", self._ready(final, tags.OPEN))
+        start = min((at for tag in _BEGINNINGS if (at := self._held.find(tag)) >= 0), default=-1)
+        if start < 0:
+            self._emit("content", self._ready(final, *_BEGINNINGS))
             return False
+        before = self._held[:start]
         self._emit("content", before.rstrip())
         # Whitespace before a call belongs to it, or to the content if it turns out not to be a call.
         self._held = self._held[len(before.rstrip()) :]
@@ -144,11 +146,13 @@ class OutputParser:
 
     def _is_text(self, text: str) -> bool:
         """Return whether the answer is certainly text rather than calls."""
-        return bool(text) and not self.calls_begun and not text.startswith(tags.OPEN[: len(text)])
+        begins = any(text.startswith(tag[: len(text)]) for tag in _BEGINNINGS)
+        return bool(text) and not self.calls_begun and not begins
 
     def _call(self, final: bool) -> bool:
         """Parse the opening tag of a possible call."""
-        text = self._held.lstrip().removeprefix(tags.OPEN).lstrip()
+        held = self._held.lstrip()
+        text = held.removeprefix(tags.OPEN).lstrip()
         if text.startswith("{"):
             return self._json_call(final)
         name, mark, rest = text.removeprefix(tags.FUNCTION).partition(">")
@@ -156,6 +160,8 @@ class OutputParser:
             valid = tags.FUNCTION.startswith(text)
         else:
             valid = len(name) <= _MAX_NAME and not set(name) & set("\n<") and bool(name or not mark)
+            # Without the tag around it, which models forget, it is a call of a tool that there is, or text.
+            valid &= held.startswith(tags.OPEN) or not mark or name.strip() in self._tools
         if not valid or (final and not mark):
             return self._no_call()
         if not mark:
@@ -268,9 +274,10 @@ class OutputParser:
 
     def _no_call(self) -> bool:
         """Emit the tag and the whitespace before it as content."""
-        tag = self._held.index(tags.OPEN) + len(tags.OPEN)
-        self._emit("content", self._held[:tag])
-        self._held = self._held[tag:]
+        text = self._held.lstrip()
+        rest = text.removeprefix(tags.OPEN if text.startswith(tags.OPEN) else tags.FUNCTION)
+        self._emit("content", self._held.removesuffix(rest))
+        self._held = rest
         self._state = self._content
         return True
 
@@ -289,20 +296,20 @@ class OutputParser:
             self._bare = not self._held
         return not self._bare
 
-    def _ready(self, final: bool, tag: str) -> str:
-        """Return the text that certainly precedes `tag` and the whitespace before it; hold the rest."""
+    def _ready(self, final: bool, *tags: str) -> str:
+        """Return the text that certainly precedes the tags and whitespace before them; hold the rest."""
         count = len(self._held)
         if not final:
-            count = _before(self._held, tag)
+            count = _before(self._held, *tags)
             count = len(self._held[:count].rstrip())
         text, self._held = self._held[:count], self._held[count:]
         return text
 
 
-def _before(text: str, tag: str) -> int:
-    """Return the index from which the end of `text` may begin `tag`."""
-    for start in range(max(0, len(text) - len(tag) + 1), len(text)):
-        if tag.startswith(text[start:]):
+def _before(text: str, *tags: str) -> int:
+    """Return the index from which the end of `text` may begin any of `tags`."""
+    for start in range(max(0, len(text) - max(map(len, tags)) + 1), len(text)):
+        if any(tag.startswith(text[start:]) for tag in tags):
             return start
     return len(text)
 

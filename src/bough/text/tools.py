@@ -4,6 +4,7 @@ Two syntaxes are supported, both inside `<tool_call>`: `<function=NAME>` with a 
 argument (Qwen3.5), and a JSON object (Hermes, Qwen3).
 """
 
+import ast
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ FUNCTION, PARAMETER = "<function=", "<parameter="
 END_FUNCTION, END_PARAMETER = "</function>", "</parameter>"
 _OPTIONS = ("anyOf", "oneOf")
 _SURROGATE = re.compile("[\ud800-\udfff]")
+_MAX_PYTHON = 10_000  # characters of a value in Python's spelling
 _PYTHON_WORDS = {"True": True, "False": False, "None": None}
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "integer": int,
@@ -113,7 +115,7 @@ def typed(text: str, schema: Mapping[str, Any]) -> Any:
     try:
         value = parsed(text)
     except (ValueError, RecursionError):
-        value = _PYTHON_WORDS.get(text.strip(), text)
+        value = _python_value(text)
     if isinstance(value, str):
         return text
     types = _types(schema)
@@ -123,6 +125,16 @@ def typed(text: str, schema: Mapping[str, Any]) -> Any:
     if isinstance(value, bool):
         matching = [name for name in matching if name == "boolean"]
     return value if matching else text
+
+
+def _python_value(text: str) -> Any:
+    """Return what a word, a list or a dictionary in Python's spelling is in JSON, else the text."""
+    if len(text) > _MAX_PYTHON or not text.lstrip().startswith(("[", "{")):
+        return _PYTHON_WORDS.get(text.strip(), text)
+    try:
+        return parsed(json.dumps(ast.literal_eval(text.strip())))
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        return text
 
 
 def call_grammar(tools: Sequence[Tool], syntax: Syntax, *, many: bool, opened: bool = False) -> Grammar:

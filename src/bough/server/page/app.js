@@ -208,7 +208,7 @@ function describe(props) {
   showDefaults(props.sampling);
   const about = WITHOUT_TREES[props.proposes];
   $("panel-about").textContent = about ?? ABOUT_TREES;
-  $("panel-watch").hidden = $("sketch").hidden = Boolean(about);
+  $("about-trees").hidden = $("panel-watch").hidden = $("sketch").hidden = Boolean(about);
   if (about && !narrow.matches && settings.panel === null) showPanel(false, { save: false });
 }
 
