@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from bough.cli.speculation import NO_DRAFT
+from bough.cli.speculation import NO_DRAFT, OWN_BLOCK
 from bough.hub import catalog
+from tests.gguf_edit import edited
 from tests.hub.fake_pairs import DRAFT, TARGET, make_draft
 
 CARD = """\
@@ -226,6 +227,20 @@ def test_a_listed_draft_that_is_not_here(bough, model, card):
     assert bough("run", model, "hello", "-n", 4, "--no-think", "-q").stderr == ""
     assert "warning" not in bough("run", model, "hello", "-n", 4, "--no-think", "--no-draft").stderr
     assert "warning" in bough("run", model, "hello", "-n", 4, "--no-think", "--draft-quant", "q8_0").stderr
+
+
+def test_a_fine_tune_has_the_draft_of_its_base_or_its_own_block(bough, hub, tiny_model, card, tmp_path):
+    assert bough("pull", "tiny", "--draft-only").exit_code == 0
+    keys = {"general.name": "Other", "general.base_model.0.repo_url": "https://hub/me/Tiny-random-qwen35"}
+    plain = edited(tiny_model(), tmp_path / "other.gguf", keys=keys)
+    own = edited(tiny_model(mtp=True), tmp_path / "own.gguf", keys=keys)
+    ask = ("hello", "-n", 4, "--no-think")
+    result = bough("run", plain, *ask, "--json")
+    assert DRAFT.replace("/", "--") in json.loads(result.stdout)["draft"]
+    assert "other.gguf is made from Tiny and has its draft" in result.stderr.replace("\n", " ")
+    assert "made from" not in bough("run", plain, *ask, "--draft", "tiny").stderr
+    found = bough("run", own, *ask)
+    assert found.stderr.splitlines()[0] == OWN_BLOCK and "made from" not in found.stderr
 
 
 def test_a_pair_that_comes_with_the_package(bough, model, draft, card, monkeypatch, tmp_path):

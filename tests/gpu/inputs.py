@@ -23,10 +23,9 @@ from bough.kernels.delta_rule import cpu as delta_cpu
 from bough.kernels.delta_rule import cuda as delta_cuda
 from bough.kernels.delta_rule import triton_kernels as delta_triton
 from bough.kernels.kv_cache.format import FORMATS, HeadPool
-from bough.kernels.kv_cache.reference import encode
-from bough.kernels.kv_cache.rotation import rotate
 from bough.kernels.runtime.device import usable
 from tests.kernels.delta_layer import copied
+from tests.kernels.pools import filled
 
 # A CPU serves only to try the inputs themselves: the tests skip there.
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -180,16 +179,6 @@ class DeltaChunk:
         delta_cpu.tree_delta(heads, state, DeltaRows(self.slots, self.pending.count, order))
 
 
-def encoded_pool(format: str, shape: tuple[int, ...], dim: int) -> HeadPool:
-    """Return a pool whose rows are random vectors, stored as the cache stores them."""
-    pool = HeadPool.empty(FORMATS[format], shape, dim, DEVICE)
-    rows = torch.randn(*shape, dim, device=DEVICE)
-    parts = encode(rotate(rows), pool.format) if pool.format.quantised else (rows,)
-    for plane, part in zip(pool.planes, parts, strict=True):
-        plane.copy_(part)
-    return pool
-
-
 def noise_pool(format: str, shape: tuple[int, ...], dim: int) -> HeadPool:
     """Return a pool of random codes, for timing: quick to fill."""
     pool = HeadPool.empty(FORMATS[format], shape, dim, DEVICE)
@@ -222,7 +211,9 @@ class PagedStep:
         self.q = torch.randn(batch, rows, query_heads, dim, device=DEVICE)
         self.gate = torch.randn(batch, rows, query_heads, 2 * dim, device=DEVICE)[..., dim:]
         self.pools = [
-            encoded_pool(name, shape, dim) if layers is None else noise_pool(name, (layers, *shape), dim)
+            filled(name, shape, dim, device=DEVICE)
+            if layers is None
+            else noise_pool(name, (layers, *shape), dim)
             for name in formats
         ]
         self.page_table = torch.randperm(batch * pages, device=DEVICE).view(batch, pages)
@@ -253,8 +244,9 @@ class AttentionChunk:
         query_heads, kv_heads, dim = heads
         pages = -(-(rows + length) // PAGE)
         table = torch.randperm(pages + 3, device=DEVICE)[None, : pages + 1].contiguous()
-        used = table[0, :pages]
-        pools = [_pool_with_nan(format, pages + 3, kv_heads, dim, used) for format in formats]
+        used = torch.isin(torch.arange(pages + 3, device=DEVICE), table[0, :pages])
+        shape = (pages + 3, kv_heads, PAGE)
+        pools = [filled(format, shape, dim, used, device=DEVICE) for format in formats]
         self.q = torch.randn(1, rows, query_heads, dim, device=DEVICE)
         self.gate = torch.randn(1, rows, query_heads, 2 * dim, device=DEVICE)[..., dim:]
         self.cache = (*pools, table, torch.tensor([length], device=DEVICE))
@@ -265,15 +257,3 @@ class AttentionChunk:
 
     def reference(self) -> Tensor:
         return attention_cpu.paged_attention(self.q, *self.cache, None, gate=self.gate)
-
-
-def _pool_with_nan(format: str, pages: int, kv_heads: int, dim: int, used: Tensor) -> HeadPool:
-    pool = HeadPool.empty(FORMATS[format], (pages, kv_heads, PAGE), dim, DEVICE)
-    rows = torch.randn(len(used), kv_heads, PAGE, dim, device=DEVICE)
-    if pool.scales is None:
-        pool.codes.fill_(torch.nan)
-        pool.codes[used] = rows.to(pool.codes.dtype)
-        return pool
-    pool.scales.fill_(torch.nan)
-    pool.codes[used], pool.scales[used] = encode(rotate(rows), pool.format)
-    return pool

@@ -18,11 +18,11 @@ from tests.gpu.inputs import (
     KV_HEADS,
     PAGE,
     ROTARY_DIM,
-    encoded_pool,
     random_trees,
 )
 from tests.gpu.numerics import assert_close, nan_filled_memory
 from tests.kernels.paths import rows_of
+from tests.kernels.pools import filled
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("inference_mode")]
 
@@ -97,7 +97,7 @@ def test_a_committed_path_has_the_bytes_that_plain_decoding_writes(format: str, 
 @pytest.mark.parametrize("format", QUANTISED)
 @pytest.mark.parametrize(("first", "count"), [(0, 1), (77, 1999)])
 def test_expanded_rows_match_the_reference(format: str, first: int, count: int) -> None:
-    pool = encoded_pool(format, (40, KV_HEADS, PAGE), HEAD_DIM)
+    pool = filled(format, (40, KV_HEADS, PAGE), HEAD_DIM, device=DEVICE)
     page_table = torch.randperm(40, device=DEVICE)
     rows = rotate_back(decode(pool.codes, pool.scales, pool.format, HEAD_DIM))
     rows = rows[page_table].transpose(1, 2).flatten(0, 1)

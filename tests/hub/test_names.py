@@ -10,6 +10,7 @@ from bough.hub.names import (
     RepoName,
     choose,
     draft_sidecars,
+    extra_needed,
     group,
     one_checkpoint,
     parse_repo,
@@ -170,3 +171,13 @@ def test_files_without_a_quantisation_in_their_name():
     with pytest.raises(ModelNotFound) as caught:
         choose(both, REPO)
     assert caught.value.hint == "for example hf://u/r/first.gguf"
+
+
+@pytest.mark.parametrize("file", ["a-UD-IQ2_XXS.gguf", "a-iq3_s-00001-of-2.gguf", "Q/a-UD-Q4_K_M.gguf"])
+def test_files_whose_types_need_the_extra(file: str):
+    assert "bough[iq3]" in extra_needed(file)
+
+
+@pytest.mark.parametrize("file", ["a-Q4_K_M.gguf", "a-IQ4_XS.gguf", "a-UD-Q6_K_XL.gguf"])
+def test_files_whose_types_need_nothing(file: str):
+    assert extra_needed(file) == ""

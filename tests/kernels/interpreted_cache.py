@@ -11,11 +11,12 @@ from bough.kernels.attention import triton_kernels as attention_kernel
 from bough.kernels.attention.reference import ordered_attention
 from bough.kernels.kv_cache import triton_kernels
 from bough.kernels.kv_cache.format import FORMATS, HeadPool
-from bough.kernels.kv_cache.reference import decode, encode, unpack
-from bough.kernels.kv_cache.rotation import rotate, rotate_back
+from bough.kernels.kv_cache.reference import decode, unpack
+from bough.kernels.kv_cache.rotation import rotate_back
 from bough.kernels.norm_rope import reference as norm
 from tests.kernels.interpreted_layers import close, poisoned, tree_of
 from tests.kernels.paths import roots
+from tests.kernels.pools import filled
 
 __all__ = ["poisoned"]
 
@@ -29,16 +30,6 @@ def few_splits(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     """At most so many, and fewer for rows up to block 3 and up to block 1."""
     monkeypatch.setattr(attention_kernel, "SPLITS", most)
     monkeypatch.setattr(attention_kernel, "TIERS", ((1, most // 2), (3, most - 1)))
-
-
-def filled(name: str, shape: tuple[int, ...], dim: int, used: Tensor) -> HeadPool:
-    """A pool of random rows; pages that nobody uses read as NaN."""
-    pool, rows = HeadPool.empty(FORMATS[name], shape, dim, CPU), torch.randn(*shape, dim)
-    parts = encode(rotate(rows), pool.format) if pool.format.quantised else (rows,)
-    for plane, part in zip(pool.planes, parts, strict=True):
-        plane.copy_(part)
-        plane[~used] = torch.nan if plane.is_floating_point() else 255
-    return pool
 
 
 def check_attention(

@@ -39,13 +39,13 @@ def check_equal(found: Int8Matrix, expected: Int8Matrix) -> None:
     assert bool((found.codes[rows:] == -128).all()) and bool(found.scales[:, rows:].isnan().all())
 
 
-def test_rows() -> None:
+def test_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(int8_kernels, "empty_int8", lambda rows, columns, _: poisoned(rows, columns))
     x = torch.randn(67, 300) * torch.logspace(-6, 6, 67)[:, None]
     x[3, :128] = 0
     x[5] = 0
     rows = triton_kernels.pack_rows(x)
-    found, whole = poisoned(67, 512), rows.data.float() * rows.scale[:, None]
-    int8_kernels.quantise_rows(rows, found)
+    found, whole = int8_kernels.quantise_rows(rows), rows.data.float() * rows.scale[:, None]
     check_equal(found, int8.quantise(whole, poisoned(67, 512)))
     assert not bool(found.codes[:67, 300:].any()) and not bool(found.codes[5].any())
 
@@ -80,16 +80,15 @@ def test_matmul(rows: int, columns: int, summed: int, monkeypatch: pytest.Monkey
 
 def test_a_matrix_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its first rows in int8, in slices, the others in 16 bits, as on a GPU."""
-    monkeypatch.setattr(packed, "_INT8_SLICE", 128 * 256)
-    monkeypatch.setattr(packed, "_requantise", int8_kernels.requantise)
-    monkeypatch.setattr(packed, "_int8_matmul", int8_kernels.matmul)
-    monkeypatch.setattr(packed, "_kernels", lambda _: triton_kernels)
-    monkeypatch.setattr(torch, "mm", lambda a, b, *, out, out_dtype: out.copy_(a.float() @ b.float()))
     weight = with_int8(pack(random_blocks(QuantType.Q4_K, 300, 256), QuantType.Q4_K), 290)
     assert weight.int8_rows == 256
     x = torch.randn(70, 256)
-    out = packed.packed_matmuls(triton_kernels.pack_rows(x), [weight])
     expected = packed.packed_matmuls(x, [weight])
+    monkeypatch.setattr(packed, "_INT8_SLICE", 128 * 256)
+    monkeypatch.setattr(packed, "_int8", lambda _: int8_kernels)
+    monkeypatch.setattr(packed, "_kernels", lambda _: triton_kernels)
+    monkeypatch.setattr(torch, "mm", lambda a, b, *, out, out_dtype: out.copy_(a.float() @ b.float()))
+    out = packed.packed_matmuls(triton_kernels.pack_rows(x), [weight])
     exact = x @ unpack(weight).T
     assert float((out[:, 256:] - exact[:, 256:]).norm() / exact[:, 256:].norm()) < 1e-3
     error = (out[:, :256] - exact[:, :256]).norm() / exact[:, :256].norm()

@@ -15,12 +15,10 @@ from bough.kernels.delta_rule import chunk as delta_chunk
 from bough.kernels.delta_rule import cpu as delta
 from bough.kernels.delta_rule import fold_path
 from bough.kernels.delta_rule import triton_kernels as delta_kernels
-from bough.kernels.kv_cache.format import FORMATS, HeadPool
-from bough.kernels.kv_cache.reference import encode
-from bough.kernels.kv_cache.rotation import rotate
 from bough.kernels.norm_rope.reference import l2_norm
 from tests.kernels.delta_layer import copied
 from tests.kernels.interpreted_layers import close, poisoned  # noqa: F401
+from tests.kernels.pools import filled
 
 torch.set_num_threads(1)
 HALF = 4e-4  # error of rounding queries, keys and their dot products to float16
@@ -119,19 +117,10 @@ def test_what_comes_after_changes_nothing() -> None:
 PAGE, PAGES = 16, 20
 
 
-def pool_of(format: str, kv_heads: int, dim: int, used: Tensor) -> HeadPool:
-    """Random rows in the used pages; in the others NaN, where a format has one."""
-    pool = HeadPool.empty(FORMATS[format], (2 * PAGES, kv_heads, PAGE), dim, torch.device("cpu"))
-    rows = torch.randn(2 * PAGES, kv_heads, PAGE, dim)
-    if pool.scales is None:
-        pool.codes.fill_(torch.nan)
-        pool.codes[used] = rows[used].to(pool.codes.dtype)
-    else:
-        codes, scales = encode(rotate(rows), pool.format)
-        pool.codes.copy_(codes)
-        pool.scales.fill_(torch.nan)
-        pool.scales[used] = scales[used]
-    return pool
+def used_pages(table: Tensor, lengths: tuple[int, int], rows: int) -> Tensor:
+    """Return [pages] bool: which a sequence of the table holds tokens in, those of its rows included."""
+    places = [pages[: -(-(n + rows) // PAGE)] for pages, n in zip(table, lengths, strict=True)]
+    return torch.isin(torch.arange(table.numel()), torch.cat(places))
 
 
 @pytest.mark.parametrize(
@@ -158,8 +147,8 @@ def test_chunk_attention(
     kv_heads, group = 2, 3
     monkeypatch.setattr(prefill, "SLICE_BYTES", 2 * 2 * kv_heads * dim * 48)
     table = torch.randperm(2 * PAGES).view(2, PAGES)
-    used = torch.cat([pages[: -(-(n + rows) // PAGE)] for pages, n in zip(table, lengths, strict=True)])
-    keys, values = (pool_of(format, kv_heads, dim, used) for format in formats)
+    shape, used = (2 * PAGES, kv_heads, PAGE), used_pages(table, lengths, rows)
+    keys, values = (filled(format, shape, dim, used) for format in formats)
     q = torch.randn(2, rows, kv_heads * group, dim)
     gate = torch.randn(2, rows, kv_heads * group, 2 * dim)[..., dim:] if gated else None
     cache = (keys, values, table, torch.tensor(lengths))
@@ -179,8 +168,8 @@ def test_chunk_attention_through_descriptors(
     kv_heads, dim, blocks = 2, 32, {"BLOCK_M": 32, "BLOCK_N": 16, "num_stages": 1, "num_warps": 4}
     monkeypatch.setattr(prefill, "SLICE_BYTES", 2 * 2 * kv_heads * dim * 48)
     table = torch.randperm(2 * PAGES).view(2, PAGES)
-    used = torch.cat([pages[: -(-(n + rows) // PAGE)] for pages, n in zip(table, lengths, strict=True)])
-    keys, values = (pool_of("f16", kv_heads, dim, used) for _ in range(2))
+    shape, used = (2 * PAGES, kv_heads, PAGE), used_pages(table, lengths, rows)
+    keys, values = (filled("f16", shape, dim, used) for _ in range(2))
     q, gate = (torch.randn(2, rows, 3 * kv_heads, dim) for _ in range(2))
     cache = (keys, values, table, torch.tensor(lengths))
     monkeypatch.setattr(prefill, "tiles", lambda *_: blocks)

@@ -7,13 +7,12 @@ import torch
 from torch import Tensor
 
 from bough.kernels.attention import cpu, cuda
-from bough.kernels.kv_cache.format import FORMATS, HeadPool
-from bough.kernels.kv_cache.reference import encode
-from bough.kernels.kv_cache.rotation import rotate, rotate_back
+from bough.kernels.kv_cache.rotation import rotate_back
 from tests.kernels.cards import CARDS
 from tests.kernels.delta_layer import ancestors_of
 from tests.kernels.emulator import PDL, Emulation, emulate, needs_compiler
 from tests.kernels.paths import roots
+from tests.kernels.pools import filled
 
 __all__ = ["emulate"]
 pytestmark = needs_compiler
@@ -62,18 +61,6 @@ class HostResults(cuda.SplitResults):
         return out if gate is None else out * gate.sigmoid()
 
 
-def pool(name: str, pages: int, kv_heads: int) -> HeadPool:
-    empty = HeadPool.empty(FORMATS[name], (pages, kv_heads, PAGE), cuda.DIM, torch.device("cpu"))
-    rows = torch.randn(pages, kv_heads, PAGE, cuda.DIM)
-    if empty.scales is None:
-        empty.codes.copy_(rows)
-    else:
-        codes, scales = encode(rotate(rows), empty.format)
-        empty.codes.copy_(codes)
-        empty.scales.copy_(scales)
-    return empty
-
-
 def tree(rows: int, seed: int) -> list[int]:
     """Return the parents of a tree with deep paths and siblings."""
     choose = random.Random(seed)
@@ -103,7 +90,7 @@ def test_attention_of_trees(
     emulate(cuda, CARDS[card], BODIES, cuda._kernel)
     monkeypatch.setattr(cuda, "SplitResults", HostResults)
     batch, kv_heads, pages = len(lengths), 2, -(-(max(lengths) + rows) // PAGE)
-    pools = [pool(name, batch * pages, kv_heads) for name in formats]
+    pools = [filled(name, (batch * pages, kv_heads, PAGE), cuda.DIM) for name in formats]
     table, sizes = torch.randperm(batch * pages).view(batch, pages), torch.tensor(lengths)
     q = torch.randn(batch, rows, kv_heads * group, cuda.DIM)
     ancestors = torch.tensor([ancestors_of(tree(rows, seed)) for seed in range(batch)])

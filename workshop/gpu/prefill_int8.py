@@ -119,7 +119,7 @@ def parts(report: Report) -> None:
     half = torch.empty(12800, columns, dtype=torch.float16, device="cuda")
     out = torch.empty(8192, count, device="cuda")
     works = {
-        "rows to int8": (partial(int8_kernels.quantise_rows, x, rows), 3 * 8192 * columns),
+        "rows to int8": (partial(int8_kernels.quantise_rows, x), 3 * 8192 * columns),
         "weights to int8": (partial(int8_kernels.requantise, weight, 0, codes), 1.5625 * count * columns),
         "weights to float16": (partial(packed.expand_weight, weight, 0, half), 2.5625 * 12800 * columns),
         "int8 matmul": (partial(int8_kernels.matmul, rows, codes, out), 0),

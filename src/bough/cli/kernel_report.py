@@ -171,18 +171,20 @@ def _row(result: "Result", best: "Peaks", limit: int) -> list[str]:
     ours = [each for each in kernels if each.language == "CUDA C++"]
     names = list(dict.fromkeys(each.name.strip("_") for each in ours or kernels))
     shared = max((each.shared for each in kernels), default=0)
-    numbers = [
-        str(max(each.registers for each in kernels)),
-        str(max(each.spilled for each in kernels)),
-        f"{shared}{' of ' + str(limit) if shared > limit // 2 else ''}",
-        str(min(each.blocks for each in kernels)),
-    ]
+    numbers = [""] * 4  # of what failed before a launch, and of PyTorch's kernels
+    if kernels:
+        numbers = [
+            str(max(each.registers for each in kernels)),
+            str(max(each.spilled for each in kernels)),
+            f"{shared}{' of ' + str(limit) if shared > limit // 2 else ''}",
+            str(min(each.blocks for each in kernels)),
+        ]
     return [
         case.operation,
         case.variant,
         case.model,
         f"{', '.join(names)} ({'CUDA C++' if ours else 'Triton'})" if kernels else "",
-        *(numbers if kernels else [""] * 4),
+        *numbers,
         f"{result.error:.1e}" if not math.isnan(result.error) else "",
         f"{result.tolerance:.0e}" if result.tolerance else "same",
         f"{1e6 * result.seconds:.1f}" if not math.isnan(result.seconds) else "",

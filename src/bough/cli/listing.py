@@ -217,7 +217,7 @@ def _print(facts: dict[str, Any]) -> None:
                 _fits(row),
                 _tok_s(row),
                 row["target"],
-                row["draft"] or "none",
+                row["draft"] or "none: plain decoding",
             ]
             for row in facts["available"]
         ]

@@ -15,10 +15,10 @@ from bough.cli.options import EngineOptions, SpeculationOptions
 from bough.cli.speculation import Chosen, Speculation, decide, downloading
 from bough.config import EngineConfig, environment
 from bough.errors import UsageError
-from bough.hub.catalog import EMBEDDED, ModelCard
+from bough.hub.catalog import EMBEDDED
 from bough.hub.resolve import Meaning, meaning, resolve
 from bough.session.folders import costs_file
-from bough.session.pairing import card_of
+from bough.session.pairing import base_card, card_of
 
 if TYPE_CHECKING:
     from bough.session.session import Session
@@ -67,12 +67,11 @@ def find(name: str | None, *, think: bool | None, offline: bool, screen: view.Sc
     meant = meaning(EMBEDDED if name is None else name)
     with downloading(screen, str(meant.fetched), again="the same command") as bar:
         path = resolve(meant, offline=offline, progress=bar)
-    card, mtp = _inspected(path, meant, think=think)
-    return Chosen(path, card, fetched=bar.began, mtp=mtp)
+    return _inspected(path, meant, think=think, fetched=bar.began)
 
 
-def _inspected(path: Path, meant: Meaning, *, think: bool | None) -> tuple[ModelCard | None, bool]:
-    """Return the model's card and whether its file has an MTP block.
+def _inspected(path: Path, meant: Meaning, *, think: bool | None, fetched: bool) -> Chosen:
+    """Return what the model's file and its name say.
 
     Checks `think` before the weights are loaded, which may take minutes.
     """
@@ -86,8 +85,10 @@ def _inspected(path: Path, meant: Meaning, *, think: bool | None) -> tuple[Model
                 f"{path.name} has no switch for thinking in its chat template",
                 "leave out --think and --no-think",
             )
-        card = meant.card or card_of(file, meant.repo.repo if meant.repo else None)
-        return card, has_mtp(file, ModelSpec.from_gguf(file))
+        repo = meant.repo.repo if meant.repo else None
+        card, mtp = meant.card or card_of(file, repo), has_mtp(file, ModelSpec.from_gguf(file))
+        tuned = meant.card is None and base_card(file, repo) is not None
+        return Chosen(path, card, fetched=fetched, mtp=mtp, tuned=tuned)
 
 
 class LoadingBar:

@@ -33,6 +33,7 @@ class Chosen:
     card: ModelCard | None
     fetched: bool = False  # just now, so that its draft is wanted too
     mtp: bool = False  # its file has a multi-token-prediction block
+    tuned: bool = False  # the card is that of the model it is made from
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ def decide(options: SpeculationOptions, target: Chosen, *, offline: bool, screen
     """Return how tokens are proposed for the target; its draft, or the named one, may be fetched."""
     if _is_plain(options):
         return Speculation(None)
-    card, named = target.card, _named(options)
+    card, named = target.card, _named(options, target)
     name = None if named.name == AUTO else named.name
     recommended = card.budget if card else SpecConfig().budget
     config = SpecConfig(budget=options.budget or recommended, chain=options.chain, mtp=named.mtp)
@@ -93,13 +94,25 @@ def decide(options: SpeculationOptions, target: Chosen, *, offline: bool, screen
         if config.mtp != "off" and target.mtp:
             screen.note(OWN_BLOCK)
         return Speculation(config)
-    draft = DraftConfig(path, options.draft_quant.value)
-    return Speculation(config, draft)
+    _warn_of_base(target, screen, named=name is not None)
+    return Speculation(config, DraftConfig(path, options.draft_quant.value))
 
 
-def _named(options: SpeculationOptions) -> NamedDraft:
+def _warn_of_base(target: Chosen, screen: view.Screen, *, named: bool) -> None:
+    if target.tuned and target.card is not None and not named:
+        screen.warning(
+            f"{target.path.name} is made from {target.card.title} and has its draft: fewer of the draft's"
+            " tokens may be accepted",
+            f"bough train {target.path.name} makes one for it",
+        )
+
+
+def _named(options: SpeculationOptions, target: Chosen) -> NamedDraft:
     """Return what `--draft` or the environment names."""
-    return NamedDraft.read(options.draft or environment().draft or AUTO)
+    named = NamedDraft.read(options.draft or environment().draft or AUTO)
+    if named == NamedDraft(AUTO, "auto") and target.tuned and target.mtp:
+        return NamedDraft(MTP, "auto")  # fits it better than the draft of the model it is made from
+    return named
 
 
 def _check_block(target: Chosen, named: str) -> None:

@@ -20,6 +20,7 @@ _CLASSES = {
     "qwen35moe": "Qwen3_5MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
+    "llama": "LlamaForCausalLM",
 }
 _DRAFT_HEADS, _DRAFT_KV_HEADS, _DRAFT_DIM = 32, 8, 128  # of every published DFlash draft
 

@@ -6,6 +6,7 @@ partial file next to the cache's blobs, and added to the client's cache once the
 
 import contextlib
 import hashlib
+import importlib.util
 import re
 import shutil
 import time
@@ -16,7 +17,15 @@ from typing import IO, Protocol
 
 from bough.errors import BoughError, DownloadFailed, ModelNotFound, ResourceError
 from bough.hub.failures import explained
-from bough.hub.names import GGUFSet, RepoName, choose, draft_sidecars, group, readable
+from bough.hub.names import (
+    GGUFSet,
+    RepoName,
+    choose,
+    draft_sidecars,
+    extra_needed,
+    group,
+    readable,
+)
 
 TRIES = 5  # in a row without progress
 TIMEOUT_S = 15
@@ -88,7 +97,10 @@ def fetch(
 
     def pick(files: list[tuple[str, int]]) -> tuple[str, ...]:
         listed[:] = files
-        return gguf_files(name)(files)
+        names = gguf_files(name)(files)
+        if (text := extra_needed(names[0])) and importlib.util.find_spec("gguf") is None:
+            (progress or Silent()).notice(text)
+        return names
 
     path = fetch_files(name, pick, offline=offline, progress=progress, endpoint=endpoint, cache=cache)[0]
     for draft in draft_sidecars(listed):

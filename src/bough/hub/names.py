@@ -188,3 +188,13 @@ def _example(sets: list[GGUFSet], name: RepoName) -> str:
     if smallest.label in smallest.files:
         return f"for example {RepoName(name.repo, file=smallest.files[0])}"
     return f"for example {RepoName(name.repo, smallest.label)}"
+
+
+def extra_needed(file: str) -> str:
+    """Return a sentence about the extra that a file's types need, judged by its name; empty: none."""
+    install = "pip install 'bough[iq3]'"
+    if match := re.search(r"IQ[123]_[A-Z]+", file, re.IGNORECASE):
+        return f"{match[0].upper()} weights need the optional extra: {install}"
+    if match := re.search(r"UD-Q[234]_[A-Z_]*", file, re.IGNORECASE):
+        return f"{match[0].upper()} files often hold IQ3 weights, which need the optional extra: {install}"
+    return ""

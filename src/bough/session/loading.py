@@ -16,7 +16,6 @@ from bough.engine.runner import StepTimes
 from bough.engine.sequence import Limits
 from bough.errors import BadGGUF, UsageError
 from bough.gguf.reader import GGUFFile
-from bough.hub.catalog import ModelCard, recognise
 from bough.hub.recommended import recommended
 from bough.kernels.native import INT8, INT16, Library
 from bough.kernels.runtime import backends
@@ -45,6 +44,7 @@ from bough.prefix_cache.files import SnapshotFiles, identity
 from bough.session.attention_scorer import AttentionScorer
 from bough.session.building import build_engine, compile_ahead, draft_model, mtp_model, speculator
 from bough.session.compression import Compression, Elsewhere
+from bough.session.pairing import card_of
 from bough.session.phases import Phases
 from bough.session.reader import RequestReader
 from bough.session.session import Session
@@ -109,7 +109,7 @@ def _loaded(
         spec = ModelSpec.from_gguf(file)
         vector_spec = VectorSpec.from_gguf(file, spec.width)
         config = config if vector_spec is None else vector_config(config)
-        advice = recommended(_card_of(file, spec), file.metadata)
+        advice = recommended(card_of(file), file.metadata)
         tokenizer, template = _text_of(file, spec, config.effort or advice.effort)
         # Before memory is planned: the target gets what the scorer leaves.
         scorer = _scorer(config, device, tokenizer)
@@ -197,7 +197,7 @@ def load_reader(path: Path, config: EngineConfig, limits: Limits) -> RequestRead
     """Load what encodes and checks requests for an engine in another process."""
     with GGUFFile.open(path) as file:
         spec = ModelSpec.from_gguf(file)
-        advice = recommended(_card_of(file, spec), file.metadata)
+        advice = recommended(card_of(file), file.metadata)
         tokenizer, template = _text_of(file, spec, config.effort or advice.effort)
         scorer = WordScorer() if config.compress.scorer is None else Elsewhere()
         return RequestReader(
@@ -262,11 +262,6 @@ def _text_of(file: GGUFFile, spec: ModelSpec, effort: str) -> tuple[Tokenizer, C
             f"needed {spec.vocab_size}, the rows of token_embd.weight"
         )
     return tokenizer, ChatTemplate.from_metadata(file.metadata, source=source, effort=effort or None)
-
-
-def _card_of(file: GGUFFile, spec: ModelSpec) -> ModelCard | None:
-    names = [spec.name, file.path.stem]
-    return recognise(names, architecture=spec.architecture, width=spec.width, layers=len(spec.layers))
 
 
 def _empty_cache(device: torch.device) -> None:

@@ -40,14 +40,30 @@ class NamedDraft:
 
 
 def card_of(file: "GGUFFile", repo: str | None = None) -> ModelCard | None:
-    """Return the card of a target, found by its repository or by its file's metadata."""
+    """Return the card of a target, else that of the model that it is made from."""
+    return _own_card(file, repo) or base_card(file, repo)
+
+
+def base_card(file: "GGUFFile", repo: str | None = None) -> ModelCard | None:
+    """Return the card of the model that a fine-tune's file names; None if it has a card of its own."""
+    if _own_card(file, repo) is not None:
+        return None
+    keys = [key for key in file.metadata if key.startswith("general.base_model.")]
+    stated = [str(file.metadata[key]) for key in keys if key.endswith((".name", ".repo_url"))]
+    return _recognised(file, [name.rstrip("/").rpartition("/")[2] for name in stated])
+
+
+def _own_card(file: "GGUFFile", repo: str | None) -> ModelCard | None:
+    names = [file.get("general.name", str, ""), file.path.stem, *([repo.rpartition("/")[2]] if repo else [])]
+    return _recognised(file, names, repo)
+
+
+def _recognised(file: "GGUFFile", names: list[str], repo: str | None = None) -> ModelCard | None:
     from bough.models.spec import ModelSpec
 
     spec = ModelSpec.from_gguf(file)
-    names = [spec.name, file.path.stem, *([repo.rpartition("/")[2]] if repo else [])]
-    return catalog.recognise(
-        names, architecture=spec.architecture, width=spec.width, layers=len(spec.layers), repo=repo
-    )
+    shape = {"width": spec.width, "layers": len(spec.layers)}
+    return catalog.recognise(names, architecture=spec.architecture, **shape, repo=repo)
 
 
 def local_draft(card: ModelCard) -> Path | None:

@@ -9,7 +9,6 @@ from bough.errors import UsageError
 from bough.hub.recommended import NOTHING_KNOWN, Recommended
 from bough.models.pooling import VectorSpec
 from bough.session.compression import Compression, PromptCompression
-from bough.session.output import OutputStream
 from bough.session.prompts import Prompts
 from bough.session.requests import Prompt, TextRequest
 from bough.session.vector_prompts import check_role, vector_prompt
@@ -84,8 +83,7 @@ class RequestReader:
             return request
         if request.prefill_for_s is None:
             prompt = replace(prompt, grammar=self._prompts.grammar(request, prompt))
-        output = self._prompts.output(request, prompt)
-        self.limits.check(self._engine_request(request, prompt, output))
+        self.limits.check(self._engine_request(request, prompt))
         return replace(request, encoded=prompt)
 
     def isolate_grammars(self) -> None:
@@ -119,7 +117,7 @@ class RequestReader:
     def _limit(self, request: TextRequest, *, stops_at_tokens: bool = True) -> EncodeLimit:
         return EncodeLimit(self.max_ctx, request.cancelled, stops_at_tokens, self.limits.raisable)
 
-    def _engine_request(self, request: TextRequest, prompt: Prompt, output: OutputStream) -> Request:
+    def _engine_request(self, request: TextRequest, prompt: Prompt, *, may_stop: bool = True) -> Request:
         if request.prefill_for_s is not None:
             return Request(
                 prompt.ids, max_tokens=1, boundaries=prompt.boundaries, prefill_for_s=request.prefill_for_s
@@ -130,7 +128,7 @@ class RequestReader:
             max_tokens=max(1, room) if request.max_tokens is None else request.max_tokens,
             sampling=request.sampling,
             stop_ids=self._stop_ids(request),
-            may_stop=output.may_end,
+            may_stop=may_stop,
             constraint=self._prompts.constraint(request, prompt),
             draft_budget=request.draft_budget,
             trees=request.trees,

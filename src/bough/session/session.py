@@ -131,7 +131,9 @@ class Session(RequestReader):
             return self._vectors.begin(request, prompt.ids)
         output = self._prompts.output(request, prompt)
         leader = beside.sequence if isinstance(beside, TextGeneration) else None
-        sequence = self.engine.add(self._engine_request(request, prompt, output), leader=leader)
+        sequence = self.engine.add(
+            self._engine_request(request, prompt, may_stop=output.may_end), leader=leader
+        )
         if prompt.compressed is not None:
             sequence.stats.compressed(prompt.compressed.report)
         generation = self._generations[sequence] = TextGeneration(

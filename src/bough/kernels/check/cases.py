@@ -120,13 +120,10 @@ def _matmuls(shapes: Shapes, random: Random, sizes: Sizes) -> Cases:
         tolerance = 2e-3 if type in (Q.Q4_K, Q.Q5_K, Q.Q4_1, Q.Q5_1) else 1e-3
         buckets = dict.fromkeys(min(bucket for bucket in BUCKETS if bucket >= rows) for rows in shapes.rows)
         for rows in (*buckets, _MANY):
-            yield (
-                "matmul",
-                f"{type.name}, {rows} rows",
-                lambda type=type, rows=rows, tol=tolerance: _matmul(random, type, rows, sizes.matrix, tol),
-            )
+            variant = f"{type.name}, {rows} rows"
+            yield "matmul", variant, partial(_matmul, random, type, rows, sizes.matrix, tolerance)
         if shapes.int8:
-            yield "int8 matmul", f"{type.name}, {_MANY} rows", lambda type=type: _int8(random, type, sizes)
+            yield "int8 matmul", f"{type.name}, {_MANY} rows", partial(_int8, random, type, sizes)
 
 
 def _partial_sums(random: Random, type: QuantType, sizes: Sizes) -> Work:
@@ -172,14 +169,14 @@ def _int8(random: Random, type: QuantType, sizes: Sizes) -> Work:
 def _norms(shapes: Shapes, random: Random, sizes: Sizes) -> Cases:
     rows_of_step = max(shapes.rows)
     for type in shapes.types:
-        yield "norms", f"{type.name}, partial sums", lambda type=type: _partial_sums(random, type, sizes)
+        yield "norms", f"{type.name}, partial sums", partial(_partial_sums, random, type, sizes)
     for rows in (rows_of_step, 80):
-        yield "norms", f"norm, {rows} rows", lambda rows=rows: _norm(shapes, random, rows)
+        yield "norms", f"norm, {rows} rows", partial(_norm, shapes, random, rows)
         width = shapes.feed_forward
-        yield "norms", f"SiLU, {rows} rows", lambda rows=rows, width=width: _silu(random, rows, width)
+        yield "norms", f"SiLU, {rows} rows", partial(_silu, random, rows, width)
         if shapes.delta is not None:
-            yield "norms", f"gated norm, {rows} rows", lambda rows=rows: _gated_norm(shapes, random, rows)
-    yield "norms", "unpacked", lambda: _unpacked_norms(shapes, random)
+            yield "norms", f"gated norm, {rows} rows", partial(_gated_norm, shapes, random, rows)
+    yield "norms", "unpacked", partial(_unpacked_norms, shapes, random)
 
 
 def _norm(shapes: Shapes, random: Random, rows: int) -> Work:
@@ -271,14 +268,11 @@ def _experts(shapes: Shapes, random: Random, sizes: Sizes) -> Cases:
         return
     steps = dict.fromkeys(BUCKETS[0] if rows <= BUCKETS[0] else 24 for rows in shapes.rows)
     for rows in (1, *steps, _MANY):
-        yield "expert routing", f"{rows} rows", lambda rows=rows: _routing(shapes, random, rows)
+        yield "expert routing", f"{rows} rows", partial(_routing, shapes, random, rows)
     for type in shapes.expert_types:
         for rows in (*steps, _MANY):
-            yield (
-                "experts",
-                f"{type.name}, {rows} rows",
-                lambda type=type, rows=rows: _expert_matmul(shapes, random, type, rows, sizes),
-            )
+            variant = f"{type.name}, {rows} rows"
+            yield "experts", variant, partial(_expert_matmul, shapes, random, type, rows, sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,17 +345,14 @@ def _attention(shapes: Shapes, random: Random, sizes: Sizes) -> Cases:
     for keys, values in shapes.kv:
         name = keys if keys == values else f"{keys}/{values}"
         for rows in shapes.rows:
+            variant = f"{name}, {rows} rows"
             yield (
                 "tree attention",
-                f"{name}, {rows} rows",
-                lambda kv=(keys, values), rows=rows: _tree_attention(shapes, random, kv, rows, sizes),
+                variant,
+                partial(_tree_attention, shapes, random, (keys, values), rows, sizes),
             )
-        yield (
-            "prompt attention",
-            name,
-            lambda kv=(keys, values): _prompt_attention(shapes, random, kv, sizes),
-        )
-        yield "KV cache", name, lambda kv=(keys, values): _cache_write(shapes, random, kv)
+        yield "prompt attention", name, partial(_prompt_attention, shapes, random, (keys, values), sizes)
+        yield "KV cache", name, partial(_cache_write, shapes, random, (keys, values))
 
 
 @dataclass(frozen=True, slots=True)
@@ -456,9 +447,9 @@ def _cache_write(shapes: Shapes, random: Random, kv: _Formats) -> Work:
 
 def _drafts(shapes: Shapes, random: Random, sizes: Sizes) -> Cases:
     if shapes.draft is not None:
-        yield "draft attention", "16 rows", lambda: _draft_attention(shapes, random)
-        yield "draft ring", "16 rows", lambda: _draft_ring(shapes, random)
-    yield "tree building", "22 nodes", lambda: _best_tree(random)
+        yield "draft attention", "16 rows", partial(_draft_attention, shapes, random)
+        yield "draft ring", "16 rows", partial(_draft_ring, shapes, random)
+    yield "tree building", "22 nodes", partial(_best_tree, random)
 
 
 def _draft_attention(shapes: Shapes, random: Random) -> Work:
@@ -531,11 +522,11 @@ def _delta(shapes: Shapes, random: Random, sizes: Sizes) -> Cases:
     if shapes.delta is None:
         return
     for rows in shapes.rows:
-        yield "tree delta rule", f"{rows} rows", lambda rows=rows: _tree_delta(shapes.delta, random, rows)
-        yield "tree convolution", f"{rows} rows", lambda rows=rows: _tree_conv(shapes.delta, random, rows)
+        yield "tree delta rule", f"{rows} rows", partial(_tree_delta, shapes.delta, random, rows)
+        yield "tree convolution", f"{rows} rows", partial(_tree_conv, shapes.delta, random, rows)
     tokens = sizes.chunk
-    yield "prompt delta rule", f"{tokens} tokens", lambda: _prompt_delta(shapes.delta, random, tokens)
-    yield "prompt convolution", f"{tokens} tokens", lambda: _prompt_conv(shapes.delta, random, tokens)
+    yield "prompt delta rule", f"{tokens} tokens", partial(_prompt_delta, shapes.delta, random, tokens)
+    yield "prompt convolution", f"{tokens} tokens", partial(_prompt_conv, shapes.delta, random, tokens)
 
 
 def _delta_heads(delta: _Delta, random: Random, rows: int, path: int) -> DeltaHeads:
@@ -641,10 +632,10 @@ def _prompt_conv(delta: _Delta | None, random: Random, tokens: int) -> Work:
 
 
 def _steps(shapes: Shapes, random: Random, sizes: Sizes) -> Cases:
-    yield "slot mapping", "a tree", lambda: _mapping(random)
+    yield "slot mapping", "a tree", partial(_mapping, random)
     if shapes.sequences > 1:
-        yield "slot mapping", "several trees", lambda: _ragged_mapping(random)
-    yield "commit", "24 rows", lambda: _commit(shapes, random)
+        yield "slot mapping", "several trees", partial(_ragged_mapping, random)
+    yield "commit", "24 rows", partial(_commit, shapes, random)
 
 
 def _mapping(random: Random) -> Work:
@@ -698,8 +689,8 @@ def _sampling(shapes: Shapes, random: Random, sizes: Sizes) -> Cases:
         "penalties": {"temperature": 0.9, "repetition": 1.1},
     }
     for name, options in settings.items():
-        yield "sampling", name, lambda options=options: _sample(random, sizes.vocabulary, options)
-    yield "sampling", "a draft's ranking", lambda: _ranking(random, sizes.vocabulary)
+        yield "sampling", name, partial(_sample, random, sizes.vocabulary, options)
+    yield "sampling", "a draft's ranking", partial(_ranking, random, sizes.vocabulary)
 
 
 def _requests(random: Random, rows: int, vocabulary: int, options: dict[str, Any]) -> SamplingState:
@@ -744,9 +735,9 @@ def _embeddings(shapes: Shapes, random: Random, sizes: Sizes) -> Cases:
     if shapes.embedding is None:
         return
     type = shapes.embedding
-    yield "embedding", type.name, lambda: _embedding(shapes, random, type, sizes)
+    yield "embedding", type.name, partial(_embedding, shapes, random, type, sizes)
     if shapes.host_embedding:
-        yield "row gathering", "from host memory", lambda: _gathering(random)
+        yield "row gathering", "from host memory", partial(_gathering, random)
 
 
 def _embedding(shapes: Shapes, random: Random, type: QuantType, sizes: Sizes) -> Work:

@@ -12,9 +12,8 @@ from torch import Tensor
 from bough.kernels.experts.stack import ExpertStack, Routing, most_chunks
 from bough.kernels.quant_matmul.rows import PackedRows, empty_rows
 from bough.kernels.quant_matmul.triton_kernels import (
-    _high,
+    _fields,
     _low,
-    _scales,
     _weights,
     constants,
     row_factor,
@@ -174,11 +173,7 @@ def _matmul_kernel(
             tile = data + ((tiles + n // 16).to(tl.int64) * TILE_BYTES)[:, None]
             low = _low(tile, g, r, c, LOW)
             for h in tl.static_range(HALVES):
-                high, scale, minimum = low, 0.0, 0.0
-                if HIGH:
-                    high = _high(tile, g, c, h, HIGH, UNIT, LOW)
-                if LOW < 16:
-                    scale, minimum = _scales(tile, g, r, c, h, LOW, HIGH, SCALES, UNIT)
+                high, scale, minimum = _fields(tile, low, g, r, c, h, LOW, HIGH, SCALES, UNIT)
                 at = x_words + (step * (UNIT // 32) + h) * (group_stride // PER)
                 several = tl.load(at, mask=m < users, other=0)
                 for q in tl.static_range(PER):

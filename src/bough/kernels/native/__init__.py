@@ -96,7 +96,7 @@ def rank_rows(x: Tensor, count: int) -> tuple[Tensor, Tensor] | None:
 
 def best_tree(
     anchor: int,
-    candidates: tuple[Tensor, Tensor, Tensor, Tensor],
+    candidates: tuple[Tensor, ...],
     calibration: tuple[Tensor, Tensor, Tensor] | None,
     *,
     nodes: int,

@@ -29,18 +29,13 @@ __all__ = [
 ]
 
 
-def _of(x: Tensor):
-    """Return the implementation for x's device."""
-    if not x.is_cuda:
-        return reference
-    from bough.kernels.norm_rope import triton_kernels
-
-    return triton_kernels
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See reference.rms_norm."""
-    return _of(x).rms_norm(x, weight, eps)
+rms_norm = op(reference.rms_norm, "norms", triton="triton_kernels")
+head_rope = op(reference.head_rope, "norms", triton="triton_kernels")
+cache_heads = op(reference.cache_heads, "KV cache", triton=".kv_cache.triton_kernels")
+ring_heads = op(reference.ring_heads, "draft ring", triton="ring")
+_add_rms_norm = op(reference.add_rms_norm, "norms", triton="triton_kernels")
+_gated_rms_norm = op(reference.gated_rms_norm, "norms", triton="triton_kernels")
+_silu_mul = op(reference.silu_mul, "norms", triton="triton_kernels")
 
 
 @overload
@@ -62,7 +57,7 @@ def add_rms_norm(
             return cuda.add_rms_norm(x, add, weight, eps)
         return triton_kernels.add_rms_norm(x, add, weight, eps, pack=True)
     assert not isinstance(add, Unfinished), "partial sums need `pack`"
-    return _of(x).add_rms_norm(x, add, weight, eps)
+    return _add_rms_norm(x, add, weight, eps)
 
 
 def gated_rms_norm(
@@ -75,31 +70,24 @@ def gated_rms_norm(
         if cuda.takes(x.flatten(-2), gate, head=x.shape[-1]):
             return cuda.gated_rms_norm(x, gate, weight, eps)
         return triton_kernels.gated_rms_norm(x, gate, weight, eps, pack=True)
-    return _of(x).gated_rms_norm(x, gate, weight, eps)
+    return _gated_rms_norm(x, gate, weight, eps)
 
 
 def silu_mul(
     gate: Tensor | Unfinished, up: Tensor | Unfinished, *, pack: bool = False
 ) -> Tensor | PackedRows:
     """See reference.silu_mul."""
-    if isinstance(gate, RowScaled) and isinstance(up, RowScaled):
-        from bough.kernels.norm_rope import triton_kernels
+    if not pack:
+        assert not isinstance(gate, Unfinished) and not isinstance(up, Unfinished), "they need `pack`"
+        return _silu_mul(gate, up)
+    from bough.kernels.norm_rope import cuda, triton_kernels
 
-        assert pack, "row scales need `pack`"
+    if isinstance(gate, RowScaled) or isinstance(up, RowScaled):
+        assert isinstance(gate, RowScaled) and isinstance(up, RowScaled), "one of them has row scales"
         return triton_kernels.silu_mul(gate, up, pack=True)
-    assert not isinstance(gate, RowScaled) and not isinstance(up, RowScaled), "one of them has row scales"
-    if isinstance(gate, PartialSums) or isinstance(up, PartialSums):
-        from bough.kernels.norm_rope import cuda
-
-        assert pack, "partial sums need `pack`"
+    if isinstance(gate, PartialSums) or isinstance(up, PartialSums) or cuda.takes(gate, up):
         return cuda.silu_mul(gate, up)
-    if pack:
-        from bough.kernels.norm_rope import cuda, triton_kernels
-
-        if cuda.takes(gate, up):
-            return cuda.silu_mul(gate, up)
-        return triton_kernels.silu_mul(gate, up, pack=True)
-    return _of(gate).silu_mul(gate, up)
+    return triton_kernels.silu_mul(gate, up, pack=True)
 
 
 def silu_rows(gate: Tensor, up: Tensor) -> PackedRows:
@@ -109,14 +97,3 @@ def silu_rows(gate: Tensor, up: Tensor) -> PackedRows:
     packed = triton_kernels.silu_mul(gate, up, pack=True)
     assert isinstance(packed, PackedRows)
     return packed
-
-
-def head_rope(
-    x: Tensor, norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor, *, interleaved: bool
-) -> Tensor:
-    """See reference.head_rope."""
-    return _of(x).head_rope(x, norm, eps, cos, sin, interleaved=interleaved)
-
-
-cache_heads = op(reference.cache_heads, "KV cache", triton=".kv_cache.triton_kernels")
-ring_heads = op(reference.ring_heads, "draft ring", triton="ring")

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+
+from bough.kernels.quant_matmul.layout import COLUMN_BLOCK, PackedWeight, unpack
 
 GROUP = 128  # columns of a scale
 ROW_TILE = 256  # rows are filled up to a multiple: a program loads whole tiles
@@ -44,6 +47,17 @@ def quantise(x: Tensor, out: Int8Matrix | None = None) -> Int8Matrix:
     out.codes[: len(x)] = (groups * inverse[..., None]).round().flatten(1).char()
     out.scales[:, : len(x)] = (peak * (1 / 127)).T
     return out
+
+
+def quantise_rows(x: Tensor) -> Int8Matrix:
+    """Return rows of activations in int8."""
+    return quantise(pad(x.float(), (0, -x.shape[1] % COLUMN_BLOCK)))
+
+
+def requantise(weight: PackedWeight, first: int, out: Int8Matrix) -> None:
+    """Write out.rows rows of a matrix in tiles, from row `first` on, to `out`."""
+    values = unpack(weight)[first : first + out.rows]
+    quantise(pad(values, (0, out.columns - values.shape[1])), out)
 
 
 def dequantise(x: Int8Matrix) -> Tensor:

@@ -7,13 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bough.kernels.quant_matmul.int8 import GROUP, ROW_TILE, Int8Matrix
+from bough.kernels.quant_matmul.int8 import GROUP, ROW_TILE, Int8Matrix, empty_int8
 from bough.kernels.quant_matmul.layout import ROW_BLOCK, PackedWeight
 from bough.kernels.quant_matmul.rows import PackedRows
 from bough.kernels.quant_matmul.triton_kernels import (
-    _high,
+    _fields,
     _low,
-    _scales,
     _weights,
     constants,
     table_of,
@@ -71,11 +70,7 @@ def _requantise_kernel(
     low = _low(tile, g, r, c, LOW)
     peak = tl.zeros((ROWS, WORDS), tl.float32)
     for h in tl.static_range(HALVES):
-        high, scale, minimum = low, 0.0, 0.0
-        if HIGH:
-            high = _high(tile, g, c, h, HIGH, UNIT, LOW)
-        if LOW < 16:
-            scale, minimum = _scales(tile, g, r, c, h, LOW, HIGH, SCALES, UNIT)
+        high, scale, minimum = _fields(tile, low, g, r, c, h, LOW, HIGH, SCALES, UNIT)
         for q in tl.static_range(PER):
             weight = _weights(low, high, scale, minimum, table, r, c, h, q, LOW, HIGH, OFFSET, TABLE)
             peak = tl.maximum(peak, tl.abs(weight))
@@ -87,11 +82,7 @@ def _requantise_kernel(
     times = tl.broadcast_to(_inverse(most)[:, :, None], (ROWS, GROUPS, WORDS // GROUPS))
     times = tl.reshape(times, (ROWS, WORDS))
     for h in tl.static_range(HALVES):
-        high, scale, minimum = low, 0.0, 0.0
-        if HIGH:
-            high = _high(tile, g, c, h, HIGH, UNIT, LOW)
-        if LOW < 16:
-            scale, minimum = _scales(tile, g, r, c, h, LOW, HIGH, SCALES, UNIT)
+        high, scale, minimum = _fields(tile, low, g, r, c, h, LOW, HIGH, SCALES, UNIT)
         several = tl.zeros((ROWS, WORDS), tl.int32)
         for q in tl.static_range(PER):
             weight = _weights(low, high, scale, minimum, table, r, c, h, q, LOW, HIGH, OFFSET, TABLE)
@@ -149,19 +140,20 @@ def tiles(capability: tuple[int, int] | None) -> dict[str, int]:
     return sizes
 
 
-def quantise_rows(x: PackedRows, out: Int8Matrix) -> None:
-    """Write packed rows in float16 to `out`."""
+def quantise_rows(x: PackedRows) -> Int8Matrix:
+    """Return packed rows in float16 in int8."""
     assert x.bucket is None and x.data.is_contiguous(), f"{x.rows} rows"
-    assert out.columns == x.padded_columns and out.rows == x.rows, f"{out.codes.shape}, {x.data.shape}"
+    out = empty_int8(x.rows, x.padded_columns, x.data.device)
     grid = (x.rows, triton.cdiv(out.columns // GROUP, _QUANTISED_GROUPS))
     _quantise_kernel[grid](
         x.data, x.scale, out.codes, out.scales, out.columns, out.scales.shape[1],
         GROUPS=_QUANTISED_GROUPS, num_warps=4,
     )  # fmt: skip
+    return out
 
 
 def requantise(weight: PackedWeight, first: int, out: Int8Matrix) -> None:
-    """Write out.rows rows of a matrix in tiles, from row `first` on, to `out`."""
+    """See int8.requantise."""
     assert first % ROW_BLOCK == 0 and out.columns == weight.padded_columns, (first, out.codes.shape)
     blocks = -(-out.rows // _REQUANTISED_ROWS)
     assert first + blocks * _REQUANTISED_ROWS <= weight.padded_rows, (first, out.rows, weight.padded_rows)
@@ -173,7 +165,7 @@ def requantise(weight: PackedWeight, first: int, out: Int8Matrix) -> None:
 
 
 def matmul(x: Int8Matrix, weight: Int8Matrix, out: Tensor) -> None:
-    """Write x [M, K] times weight [N, K], transposed, to out [M, N] float32."""
+    """See int8.matmul."""
     sizes = tiles(capability_of(out.device))
     assert ROW_TILE % sizes["BLOCK_M"] == 0 and ROW_TILE % sizes["BLOCK_N"] == 0, sizes
     blocks = triton.cdiv(x.rows, sizes["BLOCK_M"]) * triton.cdiv(weight.rows, sizes["BLOCK_N"])

@@ -6,11 +6,10 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from bough.kernels.quant_matmul import int8
-from bough.kernels.quant_matmul.int8 import Int8Matrix, empty_int8
-from bough.kernels.quant_matmul.layout import COLUMN_BLOCK, ROW_BLOCK, Layout, PackedWeight, unpack
+from bough.kernels.quant_matmul.int8 import empty_int8
+from bough.kernels.quant_matmul.layout import ROW_BLOCK, Layout, PackedWeight, unpack
 from bough.kernels.quant_matmul.partial_sums import PartialSums, RowScaled
 from bough.kernels.quant_matmul.rows import BUCKETS, PackedRows
 from bough.kernels.runtime.backends import Backend, runs
@@ -181,47 +180,27 @@ def _int8_matmuls(x: Tensor | PackedRows, weights: Sequence[PackedWeight], outs:
     writes 24.4, 10 ms of an H200's memory; decoding inside the matmul would repeat it for each of the 64
     blocks of 128 rows. Rounding x once for all matrices that read it takes 3 bytes a value: 12 ms in all.
     """
-    rows = _int8_rows(x)
+    ops = _int8(outs[0].device)
+    rows = ops.quantise_rows(x)
     for weight, out in zip(weights, outs, strict=True):
         first = weight.int8_rows
         step = max(ROW_BLOCK, _INT8_SLICE // weight.padded_columns // ROW_BLOCK * ROW_BLOCK)
         space = empty_int8(min(step, first), weight.padded_columns, out.device)
         for start in range(0, first, step):
             part = replace(space, rows=min(step, first - start))
-            _requantise(weight, start, part)
-            _int8_matmul(rows, part, out[:, start : start + part.rows])
+            ops.requantise(weight, start, part)
+            ops.matmul(rows, part, out[:, start : start + part.rows])
         if first < weight.rows:
             _exact_rest(x, weight, out[:, first:], first)
 
 
-def _int8_rows(x: Tensor | PackedRows) -> Int8Matrix:
-    if isinstance(x, Tensor):
-        return int8.quantise(pad(x.float(), (0, -x.shape[1] % COLUMN_BLOCK)))
+def _int8(device: torch.device) -> ModuleType:
+    """Return what rounds and multiplies in int8 there."""
+    if device.type == "cpu":
+        return int8
     from bough.kernels.quant_matmul import int8_kernels
 
-    rows = empty_int8(x.rows, x.padded_columns, x.data.device)
-    int8_kernels.quantise_rows(x, rows)
-    return rows
-
-
-def _requantise(weight: PackedWeight, first: int, out: Int8Matrix) -> None:
-    """Write rows of the matrix from `first` on to `out`."""
-    if out.codes.device.type == "cpu":
-        values = unpack(weight)[first : first + out.rows]
-        int8.quantise(pad(values, (0, out.columns - values.shape[1])), out)
-    else:
-        from bough.kernels.quant_matmul import int8_kernels
-
-        int8_kernels.requantise(weight, first, out)
-
-
-def _int8_matmul(x: Int8Matrix, weight: Int8Matrix, out: Tensor) -> None:
-    if out.device.type == "cpu":
-        int8.matmul(x, weight, out)
-    else:
-        from bough.kernels.quant_matmul import int8_kernels
-
-        int8_kernels.matmul(x, weight, out)
+    return int8_kernels
 
 
 def _exact_rest(x: Tensor | PackedRows, weight: PackedWeight, out: Tensor, first: int) -> None:

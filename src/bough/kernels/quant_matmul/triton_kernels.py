@@ -75,6 +75,20 @@ def _scales(
 
 
 @triton.jit
+def _fields(
+    tile, low, g, r, c, H: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALES: tl.constexpr,
+    UNIT: tl.constexpr,
+):  # fmt: skip
+    """The high bits, scales and minima of half H of words [R, C], as far as the layout has them."""
+    high, scale, minimum = low, 0.0, 0.0
+    if HIGH:
+        high = _high(tile, g, c, H, HIGH, UNIT, LOW)
+    if LOW < 16:
+        scale, minimum = _scales(tile, g, r, c, H, LOW, HIGH, SCALES, UNIT)
+    return high, scale, minimum
+
+
+@triton.jit
 def _weights(
     low, high, scale, minimum, table, r, c, H: tl.constexpr, Q: tl.constexpr, LOW: tl.constexpr,
     HIGH: tl.constexpr, OFFSET: tl.constexpr, TABLE: tl.constexpr,
@@ -125,11 +139,7 @@ def _matmul_kernel(
         tile = data + ((step * all_tiles + n // 16).to(tl.int64) * TILE_BYTES)[:, None]
         low = _low(tile, g, r, c, LOW)
         for h in tl.static_range(HALVES):
-            high, scale, minimum = low, 0.0, 0.0
-            if HIGH:
-                high = _high(tile, g, c, h, HIGH, UNIT, LOW)
-            if LOW < 16:
-                scale, minimum = _scales(tile, g, r, c, h, LOW, HIGH, SCALES, UNIT)
+            high, scale, minimum = _fields(tile, low, g, r, c, h, LOW, HIGH, SCALES, UNIT)
             at = x_words + (step * (UNIT // 32) + h) * (BUCKET * 32 // PER)
             several = tl.load(at, mask=m < tokens, other=0)
             for q in tl.static_range(PER):
@@ -170,11 +180,7 @@ def _expand_kernel(
     tile = data + ((step * all_tiles + n // 16).to(tl.int64) * TILE_BYTES)[:, None]
     low = _low(tile, g, r, c, LOW)
     for h in tl.static_range(HALVES):
-        high, scale, minimum = low, 0.0, 0.0
-        if HIGH:
-            high = _high(tile, g, c, h, HIGH, UNIT, LOW)
-        if LOW < 16:
-            scale, minimum = _scales(tile, g, r, c, h, LOW, HIGH, SCALES, UNIT)
+        high, scale, minimum = _fields(tile, low, g, r, c, h, LOW, HIGH, SCALES, UNIT)
         several = tl.zeros((ROWS, WORDS), tl.int64)
         for q in tl.static_range(PER):
             weight = _weights(low, high, scale, minimum, table, r, c, h, q, LOW, HIGH, OFFSET, TABLE)

@@ -139,19 +139,10 @@ def best_tree(
 
 
 def _best_tree(
-    anchor: int,
-    ids: Tensor,
-    scores: Tensor,
-    chains: Tensor,
-    chain_scores: Tensor,
-    *,
-    nodes: int,
-    rows: int,
-    spine: float,
-    correction: Correction | None,
+    anchor: int, *parts: Tensor, nodes: int, rows: int, spine: float, correction: Correction | None
 ) -> tuple[Tensor, Tensor]:
+    ids, scores, chains, chain_scores = parts
     calibration = (correction.edges, correction.table, correction.depth_bins) if correction else None
-    parts = (ids, scores, chains, chain_scores)
     tree = native.best_tree(anchor, parts, calibration, nodes=nodes, rows=rows, spine=spine)
     if tree is not None:
         return tree
