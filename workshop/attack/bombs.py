@@ -22,17 +22,15 @@ import httpx2
 
 from bough.errors import TemplateFailed
 from bough.text.template import ChatTemplate
-from workshop.attack.bodies import CHAT, HELLO, Attack, attacks, grammars
+from workshop.attack.bodies import CHAT, HELLO, attacks, grammars
 from workshop.attack.clients import attacked, measured
 from workshop.attack.templates import templates
 from workshop.case import RESULTS, case
 from workshop.report import Report
 
 
-def send(url: str, attack: Attack) -> tuple[int | str, float, int]:
+def send(url: str, path: str, content: bytes) -> tuple[int | str, float, int]:
     """Return the status of an attack, how long it took, and the size of the answer."""
-    path, make = attack
-    content = json.dumps(make()).encode()
     begin = time.monotonic()
     try:
         answer = httpx2.post(url + path, content=content, timeout=120)
@@ -43,9 +41,10 @@ def send(url: str, attack: Attack) -> tuple[int | str, float, int]:
 
 def requests() -> dict[str, Any]:
     with attacked("--parallel", 4) as server, ThreadPoolExecutor(4) as threads:
-        pending = attacks()
+        # Written before: that must not take time from the clients, which are measured in this process.
+        pending = {name: (path, json.dumps(make()).encode()) for name, (path, make) in attacks().items()}
         outcomes, facts = measured(
-            server, lambda: list(threads.map(lambda attack: send(server.url, attack), pending.values()))
+            server, lambda: list(threads.map(lambda attack: send(server.url, *attack), pending.values()))
         )
     for name, (status, took, size) in zip(pending, outcomes, strict=True):
         print(f"{status:>8} {took:6.2f} s {size:8} B  {name}", flush=True)

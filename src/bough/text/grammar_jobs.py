@@ -7,11 +7,11 @@ import os
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
-from bough.errors import Cancelled, ResourceError, UsageError
+from bough.errors import Cancelled, QueueFull, ResourceError, UsageError
 from bough.text.grammar import Grammar, GrammarCompiler, Matcher
 from bough.text.grammar_bounds import check_rules, check_schemas, check_text
 from bough.text.tools import Syntax, Tool, call_grammar
@@ -21,6 +21,8 @@ MAX_ENTRIES = 256
 # As much memory as a chain of references within the bounds needs several times; 8 MB, or 0.5, is usual.
 STACK = 64 << 20
 _MIN_STACK = 8 << 20
+MAX_SLOW = 8  # grammars that wait until a slow one is compiled
+POLL_S = 0.02
 LOW_PRIORITY = 10  # of what takes long, beside texts
 _PER_CHARACTER = 64  # bytes of a compiled grammar per character of its source, where nothing else is known
 _stack_size = threading.Lock()
@@ -136,7 +138,7 @@ class Grammars:
     _kept: OrderedDict[bytes, CompiledGrammar | UsageError] = field(default_factory=OrderedDict)
     _bytes: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _one_slow: threading.Lock = field(default_factory=threading.Lock)
+    _slow: "SlowTurn" = field(default_factory=lambda: SlowTurn())
 
     def compiled(self, job: GrammarJob, cancelled: Callable[[], bool] = lambda: False) -> CompiledGrammar:
         """Return the compiled grammar; raise UsageError where it cannot be used, Cancelled for no client."""
@@ -170,7 +172,7 @@ class Grammars:
 
         def here() -> CompiledGrammar:
             source, size, slow = resolved or Resolved(source_of(GrammarJob.read(text), self.compiler))
-            with self._one_slow if slow else contextlib.nullcontext():
+            with self._slow.held(cancelled) if slow else contextlib.nullcontext():
                 if slow and sys.platform == "linux":  # where a thread has a priority of its own
                     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOW_PRIORITY)
                 state = self.compiler.state_of(source, kind)
@@ -187,6 +189,35 @@ class Grammars:
             while self._bytes > MAX_KEPT or len(self._kept) > MAX_ENTRIES:
                 _, oldest = self._kept.popitem(last=False)
                 self._bytes -= _size(oldest)
+
+
+class SlowTurn:
+    """Has what takes long wait for each other; refuses more where many do."""
+
+    def __init__(self) -> None:
+        self.lock, self._waiting = threading.Lock(), 0
+
+    @contextlib.contextmanager
+    def held(self, cancelled: Callable[[], bool]) -> Generator[None]:
+        if self._waiting >= MAX_SLOW:
+            raise QueueFull(
+                f"{self._waiting} grammars wait to be compiled, at most {MAX_SLOW} can", "try again later"
+            )
+        self._waiting += 1
+        try:
+            acquire(self.lock, cancelled)
+        finally:
+            self._waiting -= 1
+        try:
+            yield
+        finally:
+            self.lock.release()
+
+
+def acquire(lock: threading.Lock, cancelled: Callable[[], bool]) -> None:
+    while not lock.acquire(timeout=POLL_S):
+        if cancelled():
+            raise Cancelled("the client left before its grammar was compiled")
 
 
 def _size(entry: CompiledGrammar | UsageError) -> int:

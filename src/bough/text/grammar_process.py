@@ -17,14 +17,24 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
 
-from bough.errors import Cancelled, QueueFull, Unavailable, UsageError
+from bough.errors import Cancelled, Unavailable, UsageError
 from bough.text.grammar import Grammar, GrammarCompiler, Vocabulary
-from bough.text.grammar_jobs import LOW_PRIORITY, STACK, GrammarJob, Resolved, source_of, with_stack
+from bough.text.grammar_jobs import (
+    LOW_PRIORITY,
+    POLL_S,
+    STACK,
+    GrammarJob,
+    Resolved,
+    SlowTurn,
+    acquire,
+    source_of,
+    with_stack,
+)
 
 LIMIT_S = 3.0  # of the processor, to compile a grammar; 200 tools of five parameters take 0.15
 WALL_S = 10.0  # the same beside other work
@@ -32,8 +42,6 @@ QUICK_S = 0.25  # then it goes on with a low priority, beside those of others
 START_S = 60.0
 MEMORY = 512 << 20  # beside the vocabulary's tables; the stack included
 MAX_COMPILED = 128 << 20  # of a grammar in the memory of the server
-MAX_SLOW = 8  # grammars that wait until a slow one is compiled
-_POLL_S = 0.02
 _LENGTH = struct.Struct("<Q")
 
 
@@ -42,8 +50,7 @@ class GrammarProcesses:
 
     def __init__(self, vocabulary: Vocabulary):
         self._vocabulary = vocabulary
-        self._quick, self._slow = threading.Lock(), threading.Lock()
-        self._waiting = 0  # for `_slow`
+        self._quick, self._slow = threading.Lock(), SlowTurn()
         self._spare: _Process | None = None
 
     def start(self) -> None:
@@ -56,45 +63,33 @@ class GrammarProcesses:
 
         Raise UsageError where it cannot be used, Cancelled once its client has left.
         """
-        with _held(self._quick, cancelled):
+        acquire(self._quick, cancelled)
+        try:
             spare, self._spare = self._spare, None
             process = spare if spare is not None and spare.lives else _Process()
+            process.begin(self._tokens)
+            reply = process.ask(job, QUICK_S, cancelled)
+            if reply is not None:
+                self._spare = process
+                return _resolved(reply)
+            goes_on = self._slow.lock.acquire(blocking=False)
+        finally:
             try:
-                process.begin(self._tokens)
-                reply = process.ask(job, QUICK_S, cancelled)
-                if reply is not None:
-                    self._spare = process
-                    return _resolved(reply)
-                goes_on = self._slow.acquire(blocking=False)
-            finally:
                 if self._spare is None:
                     self._renew()
+            finally:
+                self._quick.release()
         if goes_on:
             try:
                 return _resolved(process.finish(cancelled), slow=True)
             finally:
-                self._slow.release()
+                self._slow.lock.release()
         process.end()
-        return self._slowly(job, cancelled)
-
-    def _slowly(self, job: str, cancelled: Callable[[], bool]) -> Resolved:
-        """Compile a grammar that takes long after those that came before it."""
-        if self._waiting >= MAX_SLOW:
-            raise QueueFull(
-                f"{self._waiting} grammars wait to be compiled, at most {MAX_SLOW} can", "try again later"
-            )
-        self._waiting += 1
-        try:
-            with _held(self._slow, cancelled):
-                process = _Process()
-                process.begin(self._tokens)
-                reply = process.ask(job, QUICK_S, cancelled)
-                if reply is not None:
-                    process.end()
-                    return _resolved(reply)
-                return _resolved(process.finish(cancelled), slow=True)
-        finally:
-            self._waiting -= 1
+        with self._slow.held(cancelled):
+            process = _Process()
+            process.begin(self._tokens)
+            reply = process.ask(job, QUICK_S, cancelled)
+            return _resolved(process.finish(cancelled) if reply is None else reply, slow=True)
 
     def _renew(self) -> None:
         self._spare = _Process()
@@ -169,7 +164,7 @@ class _Process:
         end = time.monotonic() + limit_s
         while True:
             try:
-                reply = self._replies.get(timeout=max(0.0, min(_POLL_S, end - time.monotonic())))
+                reply = self._replies.get(timeout=max(0.0, min(POLL_S, end - time.monotonic())))
             except queue.Empty:
                 if cancelled():
                     self.end()
@@ -216,17 +211,6 @@ def _exchange(
         while (reply := _read(back)) is not None:
             replies.put(reply)
     replies.put(None)
-
-
-@contextlib.contextmanager
-def _held(lock: threading.Lock, cancelled: Callable[[], bool]) -> Generator[None]:
-    while not lock.acquire(timeout=_POLL_S):
-        if cancelled():
-            raise Cancelled("the client left before its grammar was compiled")
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _resolved(reply: Mapping[str, Any], *, slow: bool = False) -> Resolved:

@@ -23,7 +23,6 @@ _CONDITIONS = ("if", "then", "else")
 _LISTS = (*_IN_PLACE, "prefixItems", "items")
 _ONE = (*_CONDITIONS, "items", "additionalItems", "additionalProperties", "contains", "unevaluatedProperties")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_ENUM = {"type", "enum"}
 _OPEN = ("additionalProperties", "unevaluatedProperties", "patternProperties")
 
 CheckPattern = Callable[[str], None]
