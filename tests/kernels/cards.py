@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 
 import triton
+from triton.backends.compiler import GPUTarget
 
 from bough.kernels.runtime.device import Card
 
@@ -14,6 +15,19 @@ CARDS = {
     "RTX 4090": Card("sm_89", 128, 100 << 10, 99 << 10),
     "H200": Card("sm_90", 132, 228 << 10, 227 << 10),
     "RTX 5090": Card("sm_120", 170, 100 << 10, 99 << 10),
+}
+
+
+# Targets of Triton, with the bytes of shared memory of one program.
+TARGETS = {
+    "sm_75": (GPUTarget("cuda", 75, 32), 65536),
+    "sm_80": (GPUTarget("cuda", 80, 32), 166912),
+    "sm_86": (GPUTarget("cuda", 86, 32), 101376),
+    "sm_89": (GPUTarget("cuda", 89, 32), 101376),
+    "sm_90": (GPUTarget("cuda", 90, 32), 232448),
+    "sm_120": (GPUTarget("cuda", 120, 32), 101376),
+    "gfx942": (GPUTarget("hip", "gfx942", 64), 65536),
+    "gfx1100": (GPUTarget("hip", "gfx1100", 32), 65536),
 }
 
 

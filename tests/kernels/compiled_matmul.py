@@ -9,12 +9,8 @@ from triton.compiler import ASTSource
 from bough.gguf.types import QuantType
 from bough.kernels.quant_matmul import triton_kernels
 from bough.kernels.quant_matmul.layout import DENSE, LAYOUTS
+from tests.kernels.cards import TARGETS
 
-TARGETS = {
-    **{f"sm_{number}": GPUTarget("cuda", number, 32) for number in (75, 80, 86, 89, 90, 120)},
-    "gfx942": GPUTarget("hip", "gfx942", 64),
-    "gfx1100": GPUTarget("hip", "gfx1100", 32),
-}
 POINTERS = {"data": "*u8", "table": "*fp32", "x": "*fp16", "out": "*fp16"}
 FLOATS = ("row_scale", "x_scale", "y", "factor", "scale")
 
@@ -31,7 +27,7 @@ def compile_kernel(function, constants: dict, target: GPUTarget, warps: int = 4,
 
 
 def main() -> None:
-    target = TARGETS[sys.argv[1]]
+    target, _ = TARGETS[sys.argv[1]]
     compile_kernel(
         triton_kernels._expand_kernel,
         triton_kernels.constants(LAYOUTS[QuantType.IQ4_XS]) | {"ROWS": 64},

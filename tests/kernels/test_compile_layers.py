@@ -21,68 +21,18 @@ from bough.kernels.norm_rope import triton_kernels as norm
 from bough.kernels.runtime.nvrtc import compile_cubin
 from bough.kernels.slot_mapping import triton_kernels as slot_mapping
 from bough.kernels.tree import MAX_ROWS
-from tests.kernels.cards import CARDS
+from tests.kernels.cards import CARDS, TARGETS
 
-# Shared memory of one program, bytes.
-TARGETS = {
-    "sm_75": (GPUTarget("cuda", 75, 32), 65536),
-    "sm_80": (GPUTarget("cuda", 80, 32), 166912),
-    "sm_86": (GPUTarget("cuda", 86, 32), 101376),
-    "sm_89": (GPUTarget("cuda", 89, 32), 101376),
-    "sm_90": (GPUTarget("cuda", 90, 32), 232448),
-    "sm_120": (GPUTarget("cuda", 120, 32), 101376),
-    "gfx942": (GPUTarget("hip", "gfx942", 64), 65536),
-    "gfx1100": (GPUTarget("hip", "gfx1100", 32), 65536),
-}
+INT64 = "slots path count index parents ancestors first begins end table lengths starts positions tokens tree"
+INT64 += " rows own_lengths own_table own_path own_count last counts source page_table pages offsets"
 POINTERS = {
-    "slots": "*i64",
-    "path": "*i64",
-    "count": "*i64",
-    "index": "*i64",
-    "parents": "*i64",
-    "ancestors": "*i64",
-    "first": "*i64",
-    "begins": "*i64",
-    "end": "*i64",
-    "order": "*i32",
-    "table": "*i64",
-    "lengths": "*i64",
-    "starts": "*i64",
-    "positions": "*i64",
-    "tokens": "*i64",
-    "tree": "*i64",
-    "rows": "*i64",
-    **dict.fromkeys(("own_lengths", "own_table", "own_path", "own_count"), "*i64"),
+    **dict.fromkeys(INT64.split(), "*i64"),
+    **dict.fromkeys(("order", "plane", "active"), "*i32"),
+    **dict.fromkeys(("key_scales", "value_scales", "keys", "values", "window", "stash"), "*fp16"),
     "data": "*u8",
-    "last": "*i64",
-    "counts": "*i64",
-    "source": "*i64",
-    "page_table": "*i64",
-    "plane": "*i32",
-    "pages": "*i64",
-    "offsets": "*i64",
-    "key_scales": "*fp16",
-    "value_scales": "*fp16",
-    "active": "*i32",
-    "keys": "*fp16",
-    "values": "*fp16",
-    "window": "*fp16",
-    "stash": "*fp16",
 }
-NUMBERS = {
-    "row_bytes",
-    "T",
-    "slot_stride",
-    "PATH",
-    "SAVED",
-    "units",
-    "width",
-    "ring",
-    "sequences",
-    "spare_page",
-    "size",
-    "tree_rows",
-}
+NUMBERS = ("row_bytes", "T", "slot_stride", "PATH", "SAVED", "units", "width", "ring", "sequences")
+NUMBERS += ("spare_page", "size", "tree_rows")
 HEAD = {"D": 256, "HALF": 32, "BLOCK": 256, "NORM": True, "INTERLEAVED": False}
 SPLIT = {"KV": 4, "GROUP": 6, "D": 256, "BLOCK": 256, "SPLITS": attention.SPLITS}
 NORM = {"WIDTH": 5120, "PADDED": 5120, "BLOCK": 8192, "ADD": 1}

@@ -13,10 +13,10 @@ from bough.kernels.quant_matmul.layout import DENSE, LAYOUTS, Layout, pack
 from bough.kernels.quant_matmul.triton_kernels import constants
 from bough.kernels.runtime.device import Card
 from bough.kernels.runtime.nvrtc import compile_cubin
-from tests.kernels.cards import CARDS, tool_output
+from tests.kernels.cards import CARDS, TARGETS, tool_output
 from tests.kernels.emulated_experts import EmulatedExperts
 from tests.kernels.emulator import needs_compiler
-from tests.kernels.test_compile_layers import TARGETS, shared_memory
+from tests.kernels.test_compile_layers import shared_memory
 from tests.kernels.test_quant_matmul_layout import random_blocks
 
 HOT = [LAYOUTS[type] for type in (QuantType.Q4_K, QuantType.Q6_K, QuantType.Q8_0)]

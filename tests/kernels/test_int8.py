@@ -12,8 +12,8 @@ from bough.gguf.types import QuantType
 from bough.kernels.quant_matmul import int8, int8_kernels, pack, packed_matmuls, unpack, with_int8
 from bough.kernels.quant_matmul.layout import DENSE, LAYOUTS, Layout
 from bough.kernels.quant_matmul.triton_kernels import constants
-from tests.kernels.cards import tool_output
-from tests.kernels.test_compile_layers import TARGETS, capability, compiled, tiled
+from tests.kernels.cards import TARGETS, tool_output
+from tests.kernels.test_compile_layers import capability, compiled, tiled
 
 BYTES = {"x": "*i8", "weight": "*i8", "codes": "*i8"}
 SIZES = dict.fromkeys(("rows", "columns", "x_padded", "weight_padded", "first", "all_tiles", "padded"), "i32")

@@ -7,8 +7,8 @@ import pytest
 from bough.kernels.attention import prefill as attention
 from bough.kernels.causal_conv import chunk as conv
 from bough.kernels.delta_rule import chunk as delta
-from tests.kernels.cards import tool_output, unwritten_reads
-from tests.kernels.test_compile_layers import TARGETS, capability, compiled, shared_memory, tiled
+from tests.kernels.cards import TARGETS, tool_output, unwritten_reads
+from tests.kernels.test_compile_layers import capability, compiled, shared_memory, tiled
 
 HEADS = {"KEY_HEADS": 16, "VALUE_HEADS": 48, "D": 128}
 TYPES = dict.fromkeys(("q", "k", "erase", "attention"), "*fp16") | {

@@ -30,6 +30,8 @@ def on_cpu(file: "GGUFFile", spec: "ModelSpec") -> Footprint:
     if not spec.tied_head:  # a tied head is an expanded copy beside the stored rows
         expanded -= embedding.elements
     expanded += spec.rope_dim // 2  # frequencies
+    if spec.experts is not None and not spec.experts.shared_width:
+        expanded += spec.width * len(spec.layers)  # zeros, where others have a shared expert's gate
     return _footprint(4 * expanded + embedding.nbytes, spec, 4 * spec.head_dim)
 
 

@@ -77,24 +77,17 @@ def silu_mul(
     gate: Tensor | Unfinished, up: Tensor | Unfinished, *, pack: bool = False
 ) -> Tensor | PackedRows:
     """See reference.silu_mul."""
-    if isinstance(gate, RowScaled) and isinstance(up, RowScaled):
-        from bough.kernels.norm_rope import triton_kernels
+    if not pack:
+        assert not isinstance(gate, Unfinished) and not isinstance(up, Unfinished), "they need `pack`"
+        return _silu_mul(gate, up)
+    from bough.kernels.norm_rope import cuda, triton_kernels
 
-        assert pack, "row scales need `pack`"
+    if isinstance(gate, RowScaled) or isinstance(up, RowScaled):
+        assert isinstance(gate, RowScaled) and isinstance(up, RowScaled), "one of them has row scales"
         return triton_kernels.silu_mul(gate, up, pack=True)
-    assert not isinstance(gate, RowScaled) and not isinstance(up, RowScaled), "one of them has row scales"
-    if isinstance(gate, PartialSums) or isinstance(up, PartialSums):
-        from bough.kernels.norm_rope import cuda
-
-        assert pack, "partial sums need `pack`"
+    if isinstance(gate, PartialSums) or isinstance(up, PartialSums) or cuda.takes(gate, up):
         return cuda.silu_mul(gate, up)
-    if pack:
-        from bough.kernels.norm_rope import cuda, triton_kernels
-
-        if cuda.takes(gate, up):
-            return cuda.silu_mul(gate, up)
-        return triton_kernels.silu_mul(gate, up, pack=True)
-    return _silu_mul(gate, up)
+    return triton_kernels.silu_mul(gate, up, pack=True)
 
 
 def silu_rows(gate: Tensor, up: Tensor) -> PackedRows:
