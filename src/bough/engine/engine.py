@@ -12,6 +12,7 @@ import torch
 from bough.engine.delivery import done
 from bough.engine.events import Done, Event, Failed, Progress, Tokens, VerifiedTree
 from bough.engine.paging import Paging
+from bough.engine.parts import Parts
 from bough.engine.pipeline import Pipeline, tagged
 from bough.engine.prompts import SHORT, PromptReader
 from bough.engine.runner import EagerRunner, GraphRunner
@@ -34,6 +35,8 @@ __all__ = ["Done", "Engine", "Event", "Progress", "Request", "Sequence", "Tokens
 
 
 class Engine:
+    working: list[Sequence]  # see `Parts`
+
     def __init__(  # noqa: PLR0913 (what an engine is made of)
         self,
         target: Target,
@@ -74,34 +77,23 @@ class Engine:
         )
         self.runner = kind(target, self.states, self.drafter, max_rows=max_rows)
         self.prefixes = PrefixCache(SnapshotStore(self.states), prefix_cache or PrefixCacheConfig())
-        self._scheduler = Scheduler(slots)
-        # The sequences that the current step works for: if it raises, they have failed, and no others.
-        self.working: list[Sequence] = []
-        self.paging = Paging(
-            self.states,
-            self.prefixes,
-            self.runner,
+        self._scheduler, self.working = Scheduler(slots), []
+        parts = Parts(
+            target,
             self.drafter,
+            self.states,
+            self.runner,
+            self.prefixes,
             self._scheduler,
-            pool=cache.pages or self.states.buffers.page_table.numel(),
-            most_rows=self.runner.step_rows(max_rows),
-            working=self.working,
+            max_rows,
+            self.working,
         )
-        models = target, self.states, self.runner, self.drafter
+        self.paging = Paging(parts, pool=cache.pages or self.states.buffers.page_table.numel())
         # On a CPU a chunk of a few tokens takes no longer than a step.
         short = SHORT if graphs and target.device.type == "cuda" else 0
-        self.prompts = PromptReader(*models, self.prefixes, self.paging, short=short)
-        self.pipeline = Pipeline(
-            self.states,
-            self.runner,
-            self.drafter,
-            self._scheduler,
-            self.prompts,
-            self.paging,
-            max_rows=max_rows,
-            working=self.working,
-        )
-        self.warmup = Warmup(*models, self.prompts, self.paging, max_rows=max_rows, chunk=self.prefill_chunk)
+        self.prompts = PromptReader(parts, self.paging, short=short)
+        self.pipeline = Pipeline(parts, self.prompts, self.paging)
+        self.warmup = Warmup(parts, self.prompts, self.paging, chunk=self.prefill_chunk)
 
     @property
     def running(self) -> int:
@@ -190,7 +182,7 @@ class Engine:
             case Admit(sequence):
                 return tagged(sequence, self._admit(sequence))
             case PrefillChunk(sequence) as chunk:
-                return tagged(sequence, self.prompts.process(chunk, self._scheduler.waiting))
+                return tagged(sequence, self.prompts.process(chunk))
             case Decode(sequences, readers):
                 return self.pipeline.step(sequences, readers)
 
@@ -240,7 +232,7 @@ class Engine:
             if slot >= 0:
                 self.states.close(slot)
             self.paging.drop(sequence)
-            self.prompts.drop_shared(self._scheduler.waiting)
+            self.prompts.drop_shared()
         self.prefixes.write()
 
     def generate(self, request: Request) -> Generator[Event]:
@@ -289,7 +281,7 @@ class Engine:
             if sequence.phase is Phase.DECODE:
                 self.prompts.begin_decoding(sequence)
             return []
-        if (events := self.prompts.follow(sequence, self._scheduler.waiting)) is not None:
+        if (events := self.prompts.follow(sequence)) is not None:
             return events
         sequence.chunk_ends = chunk_ends(len(request.prompt), request.boundaries or {}, self.prefill_chunk)
         if request.prefill_only:

@@ -1,32 +1,18 @@
 """Paging: which sequences have KV pages; when pages run out, the youngest is parked in host memory."""
 
-from bough.engine.runner import StepRunner
-from bough.engine.scheduler import Scheduler
+from bough.engine.parts import Parts
 from bough.engine.sequence import Parked, Sequence
-from bough.prefix_cache.cache import PrefixCache
-from bough.spec.drafter import Drafter
-from bough.state.sequences import PAGE, SequenceStates
+from bough.state.sequences import PAGE
 
 _PARKED_PAGES = 4  # free for each that runs before a parked sequence comes back, so that it stays
 
 
 class Paging:
-    def __init__(
-        self,
-        states: SequenceStates,
-        prefixes: PrefixCache,
-        runner: StepRunner,
-        drafter: Drafter,
-        scheduler: Scheduler,
-        *,
-        pool: int,
-        most_rows: int,
-        working: list[Sequence],
-    ):
-        """`pool`: pages of all slots; `most_rows` of a step of one sequence; `working`: see `Engine`."""
-        self._states, self._prefixes, self._drafter, self._runner = states, prefixes, drafter, runner
-        self._scheduler, self._pool, self._most_rows = scheduler, pool, most_rows
-        self._working = working
+    def __init__(self, parts: Parts, *, pool: int):
+        """`pool`: pages of all slots."""
+        self._states, self._prefixes, self._drafter = parts.states, parts.prefixes, parts.drafter
+        self._scheduler, self._working, self._pool = parts.scheduler, parts.working, pool
+        self._most_rows = parts.runner.step_rows(parts.max_rows)
 
     def fits(self, sequence: Sequence) -> bool:
         """Return whether pages for a sequence that has no slot are free, and some for each that runs."""

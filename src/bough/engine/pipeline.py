@@ -11,14 +11,13 @@ from torch import Tensor
 from bough.engine.delivery import token_events
 from bough.engine.events import Event, VerifiedTree
 from bough.engine.paging import Paging
+from bough.engine.parts import Parts
 from bough.engine.prompts import PromptPiece, PromptReader
-from bough.engine.runner import Accepted, Forward, Masks, StepRunner, StepTimes, Verify
-from bough.engine.scheduler import Scheduler
+from bough.engine.runner import Accepted, Forward, Masks, StepTimes, Verify
 from bough.engine.sequence import LaunchAhead, Launched, OwnConstraint, Phase, Sequence
 from bough.engine.stats import StepRecord
-from bough.spec.drafter import Drafter, StepOutcome, Turn
+from bough.spec.drafter import StepOutcome, Turn
 from bough.spec.tree import Tree
-from bough.state.sequences import SequenceStates
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,22 +35,10 @@ class Batch:
 
 
 class Pipeline:
-    def __init__(
-        self,
-        states: SequenceStates,
-        runner: StepRunner,
-        drafter: Drafter,
-        scheduler: Scheduler,
-        prompts: PromptReader,
-        paging: Paging,
-        *,
-        max_rows: int,
-        working: list[Sequence],
-    ):
-        """`max_rows` of a tree; `working`: see `Engine`."""
-        self._states, self._runner, self._drafter = states, runner, drafter
-        self._scheduler, self._prompts, self._paging = scheduler, prompts, paging
-        self._max_rows, self._working = max_rows, working
+    def __init__(self, parts: Parts, prompts: PromptReader, paging: Paging):
+        self._states, self._runner, self._drafter = parts.states, parts.runner, parts.drafter
+        self._scheduler, self._prompts, self._paging = parts.scheduler, prompts, paging
+        self._max_rows, self._working = parts.max_rows, parts.working
         self._drafted: list[Sequence] = []  # whose next draft is launched already
 
     def step(self, sequences: list[Sequence], readers: list[Sequence]) -> list[tuple[Sequence, Event]]:
@@ -84,7 +71,7 @@ class Pipeline:
             events += tagged(pair[0], self._step_events(*pair, outcome, tokens, logits))
         for index, piece in enumerate(batch.pieces, len(outcomes)):
             logits = batch.forward.logits_of(index)
-            events += tagged(piece.sequence, self._prompts.piece_read(piece, logits, self._scheduler.waiting))
+            events += tagged(piece.sequence, self._prompts.piece_read(piece, logits))
         return events
 
     def rollback(self, sequence: Sequence, rows: int) -> None:
@@ -134,9 +121,10 @@ class Pipeline:
             pieces = [piece for piece in pieces if piece.sequence.parked is None]
         if not trees:
             return None  # the readers go on alone
-        self._working[:] = [*(pair[0] for pair in trees), *(piece.sequence for piece in pieces)]
+        if not alone:
+            self._working[:] = [pair[0] for pair in trees] + [piece.sequence for piece in pieces]
         parts = [Verify(sequence.slot, tree, sequence.room) for sequence, tree in trees]
-        forward = self._runner.verify([*parts, *(piece.part for piece in pieces)])
+        forward = self._runner.verify(parts + [piece.part for piece in pieces])
         return Batch(trees, pieces, forward)
 
     def _provide(self, sequence: Sequence, rows: int) -> bool:

@@ -10,20 +10,17 @@ from bough.engine.chunk import ChunkForward, Pace
 from bough.engine.delivery import done, token_events
 from bough.engine.events import Event, Failed
 from bough.engine.paging import Paging
-from bough.engine.runner import Forward, StepRunner, Verify
+from bough.engine.parts import Parts
+from bough.engine.runner import Forward, Verify
 from bough.engine.scheduler import PrefillChunk
 from bough.engine.sequence import Phase, Sequence
 from bough.errors import ModelFileError
 from bough.kernels.runtime.device import on_device
 from bough.kernels.tree import MAX_ROWS
-from bough.models.decoder import Target
 from bough.models.step import Step
 from bough.prefix_cache.boundaries import SnapshotKind, snapshot_positions
-from bough.prefix_cache.cache import PrefixCache
-from bough.spec.drafter import Drafter
 from bough.spec.tree import Tree
 from bough.state.draft_ring import SavedRings
-from bough.state.sequences import SequenceStates
 from bough.state.snapshots import SavedSequence
 
 SHORT = 512  # tokens of a chunk that decode steps process, on a GPU: a chunk's launches take longer
@@ -54,25 +51,16 @@ class PromptPiece:
 
 
 class PromptReader:
-    def __init__(
-        self,
-        target: Target,
-        states: SequenceStates,
-        runner: StepRunner,
-        drafter: Drafter,
-        prefixes: PrefixCache,
-        paging: Paging,
-        *,
-        short: int,
-    ):
+    def __init__(self, parts: Parts, paging: Paging, *, short: int):
         """`short`: chunks of so many tokens are processed by decode steps."""
-        self._target, self._states, self._runner, self._drafter = target, states, runner, drafter
-        self._prefixes, self._paging, self._pace = prefixes, paging, Pace(target.device)
+        self._target, self._states, self._runner = parts.target, parts.states, parts.runner
+        self._drafter, self._prefixes, self._scheduler = parts.drafter, parts.prefixes, parts.scheduler
+        self._paging, self._pace = paging, Pace(parts.target.device)
         self.short = short
         self._shared: dict[Sequence, PromptState] = {}  # of sequences whose prompt others wait for
 
-    def process(self, chunk: PrefillChunk, waiting: Iterable[Sequence]) -> list[Event]:
-        """Process a chunk, or some layers of it; `waiting`: sequences that may have the same prompt.
+    def process(self, chunk: PrefillChunk) -> list[Event]:
+        """Process a chunk, or some layers of it.
 
         Which way a chunk is processed follows from its tokens alone: its bits do not depend on load.
         """
@@ -83,7 +71,7 @@ class PromptReader:
         logits = self._read_by_steps(chunk) if short else self._run_layers(chunk)
         if logits is None:
             return [sequence.progress]
-        return self._processed(sequence, chunk.stop, logits, waiting)
+        return self._processed(sequence, chunk.stop, logits)
 
     def pieces(self, readers: list[Sequence], decoding: int) -> list[PromptPiece]:
         """Return the prompt tokens that a step reads beside its trees: those of the oldest readers first."""
@@ -98,7 +86,7 @@ class PromptReader:
                 rows -= stop - sequence.processed
         return pieces
 
-    def piece_read(self, piece: PromptPiece, logits: Tensor, waiting: Iterable[Sequence]) -> list[Event]:
+    def piece_read(self, piece: PromptPiece, logits: Tensor) -> list[Event]:
         """Note that a step has read a piece of a prompt; logits [rows, V] after its tokens.
 
         What fails here is this sequence alone: the others' tokens are committed.
@@ -108,7 +96,7 @@ class PromptReader:
         self._drafter.prefill(sequence.slot, tokens, None)
         try:
             stop = sequence.processed + len(tokens)
-            return self._processed(sequence, stop, logits[len(tokens) - 1 :], waiting)
+            return self._processed(sequence, stop, logits[len(tokens) - 1 :])
         except Exception as error:  # of any kind: memory, damaged weights, a constraint
             return [Failed(error)]
 
@@ -135,7 +123,7 @@ class PromptReader:
             slot, sequence.sampling, request.prompt, masked=masked, generated=generated
         )
 
-    def follow(self, sequence: Sequence, waiting: Iterable[Sequence]) -> list[Event] | None:
+    def follow(self, sequence: Sequence) -> list[Event] | None:
         """Go on after the prompt that another sequence has processed; None: none has."""
         leader = sequence.leader
         if leader not in self._shared:
@@ -147,12 +135,12 @@ class PromptReader:
         sequence.processed = sequence.stats.cached_tokens = prompt.state.length
         sequence.stats.cached_after_answer = leader.stats.cached_after_answer
         sequence.phase = Phase.DECODE
-        self.drop_shared(waiting)
+        self.drop_shared()
         return [sequence.progress, *self._first_token(sequence, prompt.logits)]
 
-    def drop_shared(self, waiting: Iterable[Sequence]) -> None:
+    def drop_shared(self) -> None:
         """Drop the states after prompts that nobody waits for any more."""
-        leaders = {sequence.leader for sequence in waiting}
+        leaders = {sequence.leader for sequence in self._scheduler.waiting}
         for leader in [leader for leader in self._shared if leader not in leaders]:
             self._prefixes.store.release(self._shared.pop(leader).state)
 
@@ -195,9 +183,7 @@ class PromptReader:
         whole = (count - 1) // most * most
         return whole + self._runner.step_rows(count - whole)
 
-    def _processed(
-        self, sequence: Sequence, stop: int, logits: Tensor, waiting: Iterable[Sequence]
-    ) -> list[Event]:
+    def _processed(self, sequence: Sequence, stop: int, logits: Tensor) -> list[Event]:
         """Note that the prompt is processed up to `stop`; at its end decode, from the logits [1, V] there."""
         request, sequence.processed = sequence.request, stop
         if request.prefill_only:
@@ -208,7 +194,7 @@ class PromptReader:
         if stop < len(request.prompt):
             return [sequence.progress]
         sequence.phase = Phase.DECODE
-        if any(follower.leader is sequence for follower in waiting):
+        if any(follower.leader is sequence for follower in self._scheduler.waiting):
             state, draft = self._prefixes.store.save(sequence.slot), self._drafter.save(sequence.slot)
             self._shared[sequence] = PromptState(state, draft, logits.clone())
         return [sequence.progress, *self._first_token(sequence, logits)]

@@ -6,31 +6,19 @@ from contextlib import contextmanager
 import torch
 
 from bough.engine.paging import Paging
+from bough.engine.parts import Parts
 from bough.engine.prompts import PromptReader
-from bough.engine.runner import StepRunner, StepTimes
+from bough.engine.runner import StepTimes
 from bough.kernels.tree import MAX_ROWS
-from bough.models.decoder import Target
 from bough.models.step import Step
-from bough.spec.drafter import Drafter
-from bough.state.sequences import SequenceStates
 
 
 class Warmup:
-    def __init__(
-        self,
-        target: Target,
-        states: SequenceStates,
-        runner: StepRunner,
-        drafter: Drafter,
-        prompts: PromptReader,
-        paging: Paging,
-        *,
-        max_rows: int,
-        chunk: int,
-    ):
+    def __init__(self, parts: Parts, prompts: PromptReader, paging: Paging, *, chunk: int):
         """`chunk`: tokens of a whole chunk of a prompt."""
-        self._target, self._states, self._runner, self._drafter = target, states, runner, drafter
-        self._prompts, self._paging, self._max_rows, self._chunk = prompts, paging, max_rows, chunk
+        self._target, self._states, self._runner = parts.target, parts.states, parts.runner
+        self._drafter, self._max_rows = parts.drafter, parts.max_rows
+        self._prompts, self._paging, self._chunk = prompts, paging, chunk
 
     @torch.inference_mode()
     def capture(self, progress: Callable[[int, int], None] | None = None) -> bool:
