@@ -3,7 +3,7 @@
 import ast
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -315,7 +315,7 @@ def test_nvrtc_is_asked_what_it_knows() -> None:
 
 def test_a_chosen_kernel_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every dispatch asks the table."""
-    answers: dict[str, Callable[..., set[str]]] = {}
+    answers: dict[str, set[str]] = {}
     for operation in ("tree attention", "tree delta rule", "tree convolution", "norms", "experts", "matmul"):
         with fake_gpu(), DryRun(GPU) as found:
             backends.replace(operation, "triton")
