@@ -5,7 +5,7 @@ Parsing and masks come from llguidance; this wraps the part that sessions use, w
 
 import json
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Literal, Protocol
@@ -137,6 +137,13 @@ class GrammarCompiler:
         return prepare(schema, check_pattern=self._check_pattern, lenient=lenient)
 
     def _source(self, grammar: Grammar) -> str:
+        try:
+            return self._converted(grammar)
+        except ValueError as error:  # the library's
+            reason = str(error).removeprefix("Failed to convert the grammar from GBNF to Lark: ")
+            raise UsageError(f"the {grammar.kind} grammar cannot be used: {reason}") from error
+
+    def _converted(self, grammar: Grammar) -> str:
         library, _ = self._library
         make = library.LLMatcher
         value = grammar.value
@@ -151,7 +158,7 @@ class GrammarCompiler:
             case "lark":
                 return make.grammar_from_lark(_string(grammar.kind, value))
             case "gbnf":
-                return _gbnf(_string(grammar.kind, value), library.grammar_from)
+                return library.grammar_from("gbnf", _string(grammar.kind, value))
             case kind:
                 raise UsageError(
                     f"the grammar's kind is {kind!r}, needed json_object, json_schema, regex, lark or gbnf"
@@ -245,14 +252,6 @@ def _schema(value: Any) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise UsageError(f"the JSON schema is of type {type(value).__name__}, needed an object")
     return value
-
-
-def _gbnf(text: str, convert: Callable[[str, str], str]) -> str:
-    try:
-        return convert("gbnf", text)
-    except ValueError as error:
-        reason = str(error).removeprefix("Failed to convert the grammar from GBNF to Lark: ")
-        raise UsageError(f"the gbnf grammar cannot be used: {reason}") from error
 
 
 def _string(kind: str, value: Any) -> str:
