@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,21 @@ def take(size: int) -> None:
     driver._check(driver._driver().cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(size)))
 
 
+def other_draft(**changes: Any) -> None:
+    """The draft's config says something else than its weights were trained for."""
+    from bough.models.draft_spec import DraftSpec
+
+    whole = DraftSpec.from_gguf
+    DraftSpec.from_gguf = lambda *a, **k: replace(whole(*a, **k), **changes)
+
+
+DRAFTS: dict[str, dict[str, Any]] = {
+    "draft fits": {},
+    "draft taps": {"taps": (3, 4, 5, 6, 7)},
+    "draft mask": {"mask_id": 300},
+    "draft block": {"block_size": 4},
+    "draft causal": {"causal": (True,) * 3},
+}
 FAULTS: dict[str, Callable[[], None]] = {
     "none": lambda: None,
     "wrong": wrong,
@@ -117,27 +133,49 @@ FAULTS: dict[str, Callable[[], None]] = {
     "capture": lambda: failing_capture(RuntimeError("CUDA driver error 999: planted")),
     "out of memory": lambda: failing_capture(torch.OutOfMemoryError("CUDA out of memory. Planted.")),
     "memory": full_card,
+    **{name: partial(other_draft, **changes) for name, changes in DRAFTS.items()},
 }
 
 
-def config_of(device: str) -> EngineConfig:
-    kv = "f16" if device == "cuda" else "auto"
-    return EngineConfig(device, max_ctx=4096, draft=DraftConfig(embedded_pair()[1]), kv_k=kv, kv_v=kv)
+def config_of(device: str, costs: Path | None = None) -> EngineConfig:
+    kv, draft = "f16" if device == "cuda" else "auto", DraftConfig(embedded_pair()[1])
+    return EngineConfig(device, max_ctx=4096, draft=draft, kv_k=kv, kv_v=kv, costs=costs)
 
 
-def start(fault: str, device: str) -> dict[str, Any]:
+def timed_experiments() -> list[float]:
+    """Return the list of seconds that trying a draft with other settings takes from now on."""
+    from bough.spec import diagnosis
+
+    whole, seconds = diagnosis.experiment, list[float]()
+
+    def timed(*arguments: Any) -> Any:
+        begin = time.perf_counter()
+        try:
+            return whole(*arguments)
+        finally:
+            seconds.append(round(time.perf_counter() - begin, 2))
+
+    diagnosis.experiment = timed
+    return seconds
+
+
+def start(fault: str, folder: str, device: str) -> dict[str, Any]:
     """Plant a fault, load the small pair, and answer a short and a long prompt."""
     from bough.session.loading import load_session
     from tests.gpu.texts import generate
 
     FAULTS[fault]()
     begin = time.perf_counter()
-    session = load_session(embedded_pair()[0], config_of(device))
+    examined = timed_experiments()
+    costs = Path(folder, "costs.json") if fault in DRAFTS else None
+    session = load_session(embedded_pair()[0], config_of(device, costs))
     loaded = time.perf_counter() - begin
     answers = [generate(session, prompt, max_tokens=64) for prompt in (QUESTION, LONG)]
     return {
         "texts": [session.tokenizer.decode(answer.tokens) for answer in answers],
         "prompt_tokens": [answer.stats.prompt_tokens for answer in answers],
+        "notes": [note for answer in answers for note in answer.stats.notes],
+        "examined_s": examined,
         "captured": getattr(session.engine.runner, "captured", False),
         "load_s": round(loaded, 2),
         "phases": {name: round(seconds, 3) for name, seconds in session.load_seconds.items()},
@@ -174,7 +212,7 @@ def main(fault: str, folder: str, device: str = "cuda") -> None:
     logging.getLogger("bough").addHandler(Lines())
     facts: dict[str, Any] = {}
     try:
-        facts = check_of_27b(device) if fault == "27B" else start(fault, device)
+        facts = check_of_27b(device) if fault == "27B" else start(fault, folder, device)
     except Exception as error:
         facts = {"error": f"{type(error).__name__}: {error}"[:1000]}
     verdicts = [path.read_text() for path in Path(folder).rglob("*.checked")]

@@ -3,7 +3,7 @@
 import ast
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -102,6 +102,59 @@ def test_a_models_own_kernels_are_among_its_cases() -> None:
         self_check.rehearse()
     assert {each.name for each in real.launches} <= {each.name for each in found.launches}
     assert len(real.modules) <= len(found.modules) <= len(real.modules) + 2 and not verdict.exists()
+
+
+@pytest.mark.parametrize("name", ["qwen3-4b", "qwen3.5-0.8b", "qwen3.6-27b", "qwen3.6-35b-a3b"])
+def test_a_first_start_of_a_catalogue_model_can_launch_its_cases(tmp_path: Path, name: str) -> None:
+    from bough.config import EngineConfig
+    from bough.convert.header import write_target
+    from bough.gguf.reader import GGUFFile
+    from bough.hub.catalog import named
+    from tests.session.fake_gpu import gpu_plan
+
+    known, config = named(name), EngineConfig("cuda")
+    assert known is not None and known[0].shape is not None
+    path = write_target(known[0], known[0].shape, tmp_path / "target.gguf")
+    plan = gpu_plan(path, config)
+    with fake_gpu(), GGUFFile.open(path) as file, DryRun(GPU) as found:
+        cases = cases_of(shapes_of(file, config, plan), GPU)
+        for case in cases:
+            work = case.make()
+            work.run(*work.fresh())
+    assert 25 < len(cases) < 80 and found.modules and found.launches
+
+
+def test_kernels_that_do_not_compile_are_said_in_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are compiled again where they are launched: in the self-check, which replaces them."""
+    from types import SimpleNamespace
+
+    from bough.kernels.runtime import ahead
+
+    def fail() -> None:
+        raise CompileFailed("--gpu-architecture=sm_86\nbough.cu(7): error: expected a ';'")
+
+    monkeypatch.setattr(ahead, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(ahead, "kind_of", lambda device: "a card")
+    failing = [SimpleNamespace(names=name, load=fail) for name in ("tree_delta", "rows")]
+
+    class Recorded:
+        launches, modules = (), failing
+
+        def __init__(self, device: torch.device): ...
+        def __enter__(self) -> "Recorded":
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+    monkeypatch.setattr(ahead, "DryRun", Recorded)
+    with ahead.CompileAhead(lambda: None, CPU, facts="") as compiling:
+        compiling.wait()
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("the CUDA C++ kernel ") and line.endswith(", nor could 1 others")
+    assert "could not be compiled: CompileFailed: bough.cu(7): error: expected a ';'" in line
+    assert not list(tmp_path.iterdir())  # the next start lists them again
 
 
 def test_every_case_is_right_on_a_cpu() -> None:
@@ -262,7 +315,7 @@ def test_nvrtc_is_asked_what_it_knows() -> None:
 
 def test_a_chosen_kernel_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every dispatch asks the table."""
-    answers: dict[str, Callable[..., set[str]]] = {}
+    answers: dict[str, set[str]] = {}
     for operation in ("tree attention", "tree delta rule", "tree convolution", "norms", "experts", "matmul"):
         with fake_gpu(), DryRun(GPU) as found:
             backends.replace(operation, "triton")

@@ -163,6 +163,23 @@ def test_a_first_contact_names_what_is_wrong_and_the_text_is_plain(
     assert answer(session_of(embedded_pair()[1], costs=costs)).tokens == plain[0.0]
 
 
+@pytest.mark.parametrize("adaptive", [True, False])
+def test_an_experiment_that_fails_fails_no_answer(
+    stranger: Path,
+    plain: dict[float, list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    adaptive: bool,
+) -> None:
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setattr("bough.spec.diagnosis.experiment", fail)
+    first = answer(session_of(stranger, tmp_path / "costs.json", lookup=False, adaptive=adaptive))
+    assert first.tokens == plain[0.0]
+    assert adaptive or "why could not be found out (CUDA out of memory" in first.stats.notes[0]
+
+
 def test_shares_are_counted_apart() -> None:
     watch = DraftWatch()
     watch.begin(0)

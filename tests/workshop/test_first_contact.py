@@ -9,7 +9,7 @@ import torch
 
 from tests.gpu import planted_fault
 from workshop.gpu import first_contact
-from workshop.gpu.first_contact import EXPECTED, PARTS, Contact, last_object, run
+from workshop.gpu.first_contact import DRAFTS, EXPECTED, PARTS, Contact, last_object, run
 from workshop.report import Report
 
 PAGE = "## bough\n\n| operation | verdict |\n|---|---|\n| matmul | ok |\n| norms | {} |\n\nThe end.\n"
@@ -38,6 +38,7 @@ class Machine:
         Path(folder, "bough", "a.checked").write_text("{}")
         facts: dict[str, Any] = {"texts": ["a", "b"], "captured": fault != "capture", "checking_s": 0.02}
         facts |= {"log": [EXPECTED.get(fault, "")], "phases": {"checking": 0.03}}
+        facts["notes"] = [DRAFTS[fault]] if DRAFTS.get(fault) else []
         return 0, "noise\n" + json.dumps(facts | self.changes.get(fault, {})), ""
 
 
@@ -55,7 +56,7 @@ def test_all_parts_pass_where_all_is_said_and_the_text_stays(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     found = judged(monkeypatch, tmp_path, Machine())
-    assert {f"fault {name}" for name in (*EXPECTED, "memory")} <= set(found) and len(found) == 19
+    assert {f"fault {name}" for name in (*EXPECTED, "memory")} <= set(found) and len(found) == 25
     assert [name for name, passed in found.items() if not passed] == []
     tables = sorted(path.name for path in (tmp_path / "tables").iterdir())
     assert tables == ["itself.md", "sm_120.md", "sm_86.md", "sm_89.md"]

@@ -1,12 +1,12 @@
 """First contact on a GPU: `doctor --gpu` as itself and as other cards, planted faults, the self-check's time.
 
-    python -m workshop gpu.first_contact [--only start doctor faults memory cards] [--tables FOLDER]
+    python -m workshop gpu.first_contact [--only start doctor memory drafts faults cards] [--tables F]
 
 start: the time of the self-check at a first and a second start of the small pair, and of a 27B's kernels.
 doctor: the table of this card, with nothing beside it. memory: 500 MB taken between plan and first prompt on
-a card that the plan fills. faults, some at a time: each is found and survived, and the text stays.
-cards: the tables as sm_86, sm_89 and sm_120. Each part is a process that cannot take the others with it; what
-a part has when the seconds are over is kept.
+a card that the plan fills. drafts, with wrong settings, and faults, some at a time: each is found and
+survived, and the text stays. cards: the tables as sm_86, sm_89 and sm_120. Each part is a process that cannot
+take the others with it; what a part has when the seconds are over is kept.
 """
 
 import json
@@ -39,6 +39,13 @@ EXPECTED = {
     "capture": "steps run without CUDA graphs, more slowly: CUDA driver error 999: planted",
     "out of memory": "planning again",
     "kernels": "",
+}
+DRAFTS = {
+    "draft fits": "",
+    "draft taps": "target_layer_ids is [3, 4, 5, 6, 7], [1, 2, 3, 4, 5] fits",
+    "draft mask": "mask_token_id is 300, 16383 fits",
+    "draft block": "block_size is 4, 16 fits",
+    "draft causal": "causal is [True, True, True], the opposite fits",
 }
 EAGER = ("capture",)
 
@@ -134,6 +141,20 @@ class Contact:
             list(pool.map(self._guarded(self._fault), EXPECTED))
         self._without_triton()
 
+    def drafts(self) -> None:
+        """Start with drafts whose config is wrong: each is named after the first answer, in its notes."""
+        _ = self.whole
+
+        def one(name: str) -> None:
+            facts = self._start(name, self._copy(name))
+            self.report.log(name, examined_s=facts.get("examined_s"), notes=facts.get("notes"))
+            self._judge(name, facts | {"log": facts.get("notes", [])}, DRAFTS[name])
+            if not DRAFTS[name]:
+                self.report.check(f"{name}: nothing is said", facts.get("notes") == [])
+
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(self._guarded(one), DRAFTS))
+
     def memory(self) -> None:
         facts = self._start("memory", self._copy("memory"))
         self._judge("memory", facts, "")
@@ -198,7 +219,7 @@ class Contact:
         return guarded
 
 
-PARTS = ("start", "doctor", "memory", "faults", "cards")
+PARTS = ("start", "doctor", "memory", "drafts", "faults", "cards")
 
 
 @case(seconds=150, out=Path("first_contact.jsonl"))

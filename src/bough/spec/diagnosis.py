@@ -5,6 +5,7 @@ accepted, the draft proposes once more for text that is already there, as it is 
 setting changed at a time: what makes it right is what was wrong.
 """
 
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from copy import copy
@@ -23,6 +24,8 @@ from bough.spec.costs import StepCosts
 from bough.spec.shares import Shares
 from bough.state.draft_ring import draft_buffers
 from bough.state.sequences import CacheConfig, SequenceStates
+
+log = logging.getLogger(__name__)
 
 FEW_CALLS = 2  # without an accepted token: the planner makes hardly more
 _MANY_CALLS, _LITTLE = 12, 0.1  # calls, and accepted tokens of one: too few
@@ -90,8 +93,9 @@ class DraftWatch:
         try:
             if self._draft is not None:
                 cause = self.examine(tokens, _SECONDS if due else _FIRST_SECONDS)
-        except torch.OutOfMemoryError:
-            cause = "there is no memory to find out why" if due else None
+        except Exception as error:  # an experiment fails no answer
+            log.debug("the draft cannot be tried with other settings", exc_info=True)
+            cause = f"why could not be found out ({error!s:.80})" if due else None
         count = f"{self._accepted} tokens" if self._accepted else "not one token"
         seen = f"{count} of {self._calls} draft calls accepted" if due else "the draft does not fit"
         self.diagnosis = cause and f"{seen}: {cause}"

@@ -68,7 +68,7 @@ class CompileAhead:
         self._pool = ThreadPoolExecutor(cores(), thread_name_prefix="compile")
         self._count = threading.Condition()
         self._done, self._total, self._failed = 0, 0, False
-        self.failures: dict[str, str] = {}  # reasons by kernel
+        self._failures: dict[str, str] = {}  # reasons by kernel
         self._listed = self._marker.is_file()  # an earlier run compiled them all
         if not self._listed:
             self._pool.submit(self._list, rehearse)
@@ -88,7 +88,11 @@ class CompileAhead:
                 shown, finished = self._counts, self._finished
             if progress is not None and shown[1]:
                 progress(*shown)
-        if shown[1] and not self._failed:
+        if self._failures:
+            (name, reason), *others = self._failures.items()
+            more = f", nor could {len(others)} others" if others else ""
+            log.warning("%s could not be compiled: %s%s", name, reason, more)
+        elif shown[1] and not self._failed:
             _touch(self._marker)
 
     def check(self) -> None:
@@ -130,11 +134,8 @@ class CompileAhead:
         try:
             build()
         except Exception as error:
-            self._failed = True
-            details = log.isEnabledFor(logging.DEBUG)
-            reason = reason_of(error)
-            if self.failures.setdefault(name, reason) is reason:
-                log.warning("%s could not be compiled: %s", name, reason, exc_info=details)
+            log.debug("%s could not be compiled", name, exc_info=True)
+            self._failures[name] = reason_of(error)
         with self._count:
             self._done += 1
             self._count.notify_all()
