@@ -187,7 +187,7 @@ def test_bad_tensors(path: Path, tensors: list[bytes], parts: list[str]) -> None
 
 @pytest.mark.parametrize(
     ("type", "name"),
-    [(9, "Q8_1"), (15, "Q8_K"), (40, "NVFP4"), (26, "I32"), (999, "unknown")],
+    [(9, "Q8_1"), (15, "Q8_K"), (142, "PQ2_0"), (26, "I32"), (999, "unknown")],
 )
 def test_unsupported_types(path: Path, type: int, name: str) -> None:
     error = refuse(
@@ -199,6 +199,12 @@ def test_unsupported_types(path: Path, type: int, name: str) -> None:
         "MXFP4",
     )
     assert "quantisation" in error.hint
+
+
+def test_q2_0_in_blocks_of_128_is_refused(path: Path) -> None:
+    tensors = [tensor("a", [4096], type=42), tensor("b", [4096], type=42, offset=4096 // 128 * 34)]
+    error = refuse(path, build([], tensors, data=4096), BadGGUF, "'b' starts at offset 1088")
+    assert "Q2_0_g64" in error.hint
 
 
 def test_our_names_of_types_are_ggml_names() -> None:

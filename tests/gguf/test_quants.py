@@ -38,6 +38,9 @@ HALVES = {
     QuantType.TQ1_0: (52,),
     QuantType.TQ2_0: (64,),
     QuantType.MXFP4: (),
+    QuantType.NVFP4: (),
+    QuantType.Q1_0: (0,),
+    QuantType.Q2_0: (0,),
     QuantType.F32: (),
     QuantType.F16: (0,),
     QuantType.BF16: (),
@@ -54,6 +57,17 @@ every_type = pytest.mark.parametrize("type", WEIGHTS, ids=lambda type: type.name
 def reference(data: Tensor, type: QuantType) -> Tensor:
     # imported here because machines that only test devices do not have the package
     import numpy
+
+    if type in (QuantType.Q1_0, QuantType.Q2_0):  # the package only has their names
+        blocks = data.contiguous().numpy().reshape(-1, type.block_bytes)
+        scale = blocks[:, :2].copy().view(numpy.float16).astype(numpy.float32)
+        bits = numpy.unpackbits(blocks[:, 2:], axis=1, bitorder="little").astype(numpy.float32)
+        with numpy.errstate(all="ignore"):
+            if type == QuantType.Q1_0:
+                values = numpy.where(bits == 1, scale, -scale)
+            else:
+                values = (bits[:, ::2] + 2 * bits[:, 1::2] - 1) * scale
+        return torch.from_numpy(values.reshape(*data.shape[:-1], -1))
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 

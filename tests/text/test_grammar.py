@@ -103,6 +103,7 @@ def test_a_fork_is_independent() -> None:
         (Grammar("json_schema", {"type": "banana"}), "Invalid type: banana"),
         (Grammar("json_schema", "{"), "not readable as JSON"),
         (Grammar("json_schema", "[1]"), "type list"),
+        (Grammar("json_schema", {"type": "number", "multipleOf": 10**600}), "number out of range"),
         (Grammar("yaml", "x"), "kind is 'yaml'"),  # ty: ignore[invalid-argument-type]
     ],
 )

@@ -68,8 +68,11 @@ _OTHER_TYPES = {
     **{4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 15: "Q8_K"},
     **{24: "I8", 25: "I16", 26: "I32", 28: "F64"},
     **{31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8"},
-    **{36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8", 40: "NVFP4", 41: "Q1_0"},
+    **{36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8"},
+    **{142: "PQ2_0", 143: "PTQ1_0"},  # of PrismML, in no other program
 }
+
+_OLD_Q2_0 = "an older Q2_0 file has blocks of 128 weights, needed 64: choose its -Q2_0_g64 file"
 
 _unpack_u32 = struct.Struct("<I").unpack_from
 _unpack_u64 = struct.Struct("<Q").unpack_from
@@ -355,7 +358,7 @@ def _check_layout(
 ) -> None:
     """Check that every tensor is aligned, inside the file, and overlaps no other."""
     size = len(cursor.data)
-    previous, free_from = "", 0
+    previous, free_from, last = "", 0, None
     for name, offset in sorted(offsets.items(), key=lambda item: item[1]):
         info = tensors[name]
         cursor.what = f"tensor {shorten(name)}"
@@ -369,6 +372,7 @@ def _check_layout(
             )
         if offset < free_from:
             cursor.fail(
-                f"starts at offset {offset}, needed: at least {free_from}, where tensor {previous} ends"
+                f"starts at offset {offset}, needed: at least {free_from}, where tensor {previous} ends",
+                _OLD_Q2_0 if last is QuantType.Q2_0 else FETCH_AGAIN,
             )
-        previous, free_from = shorten(name), offset + info.nbytes
+        previous, free_from, last = shorten(name), offset + info.nbytes, info.type

@@ -123,6 +123,16 @@ def _mxfp4(blocks: Tensor) -> Tensor:
     return _lookup(_FP4_VALUES, _nibbles_32(blocks[:, 1:])).mul_(bits.view(torch.float32))
 
 
+def _nvfp4(blocks: Tensor) -> Tensor:
+    field = blocks[:, :4].int()
+    exponent, mantissa = (field >> 3) & 15, (field & 7).float()
+    normal = (mantissa + 8).ldexp(exponent - 11)  # halved, as the values are doubled
+    scale = torch.where(exponent == 0, mantissa * 2**-10, normal)
+    scale = scale.masked_fill((field == 0) | (field == 0x7F), 0.0).unsqueeze(2)
+    q = _spread(blocks[:, 4:], count=2, bits=4, span=8).view(-1, 4, 16)
+    return _lookup(_FP4_VALUES, q).mul_(scale)
+
+
 def _q2_k(blocks: Tensor) -> Tensor:
     scale = (_half(blocks, 80) * (blocks[:, :16] & 15).float()).unsqueeze(2)
     minimum = (_half(blocks, 82) * (blocks[:, :16] >> 4).float()).unsqueeze(2)
@@ -177,6 +187,16 @@ def _iq4_xs(blocks: Tensor) -> Tensor:
     scale = (_half(blocks, 0) * (low + (high << 4)).float().sub_(32)).unsqueeze(2)
     q = _spread(blocks[:, 8:], count=2, bits=4, span=16).view(-1, 8, 32)
     return _lookup(_IQ4_VALUES, q).mul_(scale)
+
+
+def _q1_0(blocks: Tensor) -> Tensor:
+    bits = _spread(blocks[:, 2:], count=8, bits=1, span=1).flatten(1)
+    return bits.float().mul_(2).sub_(1).mul_(_half(blocks, 0))
+
+
+def _q2_0(blocks: Tensor) -> Tensor:
+    q = _spread(blocks[:, 2:], count=4, bits=2, span=1).flatten(1)
+    return q.float().sub_(1).mul_(_half(blocks, 0))
 
 
 def _tq1_0(blocks: Tensor) -> Tensor:
@@ -346,4 +366,7 @@ _DECODERS: dict[QuantType, Callable[[Tensor], Tensor]] = {
     QuantType.TQ1_0: _tq1_0,
     QuantType.TQ2_0: _tq2_0,
     QuantType.MXFP4: _mxfp4,
+    QuantType.NVFP4: _nvfp4,
+    QuantType.Q1_0: _q1_0,
+    QuantType.Q2_0: _q2_0,
 }

@@ -38,6 +38,9 @@ class QuantType(IntEnum):
     TQ1_0 = 34
     TQ2_0 = 35
     MXFP4 = 39
+    NVFP4 = 40  # its matrices are multiplied by a tensor of their own, see models/weights.py
+    Q1_0 = 41
+    Q2_0 = 42  # in blocks of 64; older files have the same number for blocks of 128
 
     @property
     def block_elements(self) -> int:
@@ -84,5 +87,8 @@ _BLOCKS = {
     QuantType.TQ1_0: (256, 54),
     QuantType.TQ2_0: (256, 66),
     QuantType.MXFP4: (32, 17),
+    QuantType.NVFP4: (64, 36),
+    QuantType.Q1_0: (128, 18),
+    QuantType.Q2_0: (64, 18),
     QuantType.I64: (1, 8),
 }

@@ -67,6 +67,11 @@ class MeasuringLoader(WeightLoader):
         device = torch.device("cpu") if pinned else META
         return torch.empty(*info.shape[:-1], info.row_bytes, dtype=torch.uint8, device=device)
 
+    def _floats(self, packed: Tensor, scale: Tensor | None, type: QuantType) -> Tensor:
+        nvfp4 = QuantType.NVFP4
+        columns = packed.shape[-1] // nvfp4.block_bytes * nvfp4.block_elements
+        return packed.new_empty(*packed.shape[:-1], type.row_bytes(columns))
+
     def _tile(self, packed: Tensor, type: QuantType, *, layouts: bool = True) -> Matrix:
         columns = packed.shape[1] // type.block_bytes * type.block_elements
         weight = empty_packed(type, len(packed), columns, META)

@@ -120,6 +120,11 @@ class ModelSpec:
                 f"{file.path}: general.architecture is {architecture!r}, supported are {', '.join(FAMILIES)}",
                 "bough show FILE lists what the file holds",
             )
+        if rotated := next((key for key in file.metadata if key.startswith("prism.")), None):
+            raise UnsupportedModel(
+                f"{file.path}: key {rotated}: weights in a rotated basis are not supported",
+                "choose a file of an unrotated model",
+            )
         keys = _Keys(file, architecture)
         layers, mtp = _layers(keys, family)
         heads = keys.count("attention.head_count")

@@ -252,19 +252,19 @@ class WeightLoader:
     def projections(self, names: Sequence[str], sizes: Sequence[int], columns: int) -> Projections:
         """Return matrices [size, columns] by name, with the .bias of each .weight if the file has one."""
         types = [
-            self._file.require_tensor(name, (rows, columns)).type
+            self._loaded_type(self._file.require_tensor(name, (rows, columns)))
             for name, rows in zip(names, sizes, strict=True)
         ]
         if self._expand:
             data = torch.empty(sum(sizes), columns, dtype=self.dtype, device=self._device)
             for part, name, type in zip(data.split(list(sizes)), names, types, strict=True):
-                self._expand_into(part, self._packed(name), type)
+                self._expand_into(part, self._weight(name), type)
             matrices = (Matrix(data, None),)
         elif self._tiles:
             matrices = tuple(self._tile_runs(names, types))
         else:
             matrices = tuple(
-                Matrix(self._packed(name), type) for name, type in zip(names, types, strict=True)
+                Matrix(self._weight(name), type) for name, type in zip(names, types, strict=True)
             )
         return Projections(matrices, tuple(sizes), self._biases(names, sizes))
 
@@ -275,14 +275,15 @@ class WeightLoader:
 
         In tiles as one stack for each run of equal types, its rows joined; else the matrices of each name.
         """
-        types = [self._file.require_tensor(name, (count, rows, columns)).type for name in names]
+        shape = (count, rows, columns)
+        types = [self._loaded_type(self._file.require_tensor(name, shape)) for name in names]
         if self._tiles:
             runs = groupby(zip(names, types, strict=True), key=lambda pair: pair[1])
             return tuple(self._tile_stack([name for name, _ in run], type, rows) for type, run in runs)
         return tuple(self._matrices(name, type) for name, type in zip(names, types, strict=True))
 
     def _matrices(self, name: str, type: QuantType) -> tuple[Matrix, ...]:
-        packed = self._packed(name)
+        packed = self._weight(name)
         if not self._expand:
             return tuple(Matrix(part, type) for part in packed)
         shape = self._file.tensors[name].shape
@@ -292,7 +293,7 @@ class WeightLoader:
         return tuple(Matrix(part, None) for part in data)
 
     def _tile_stack(self, names: Sequence[str], type: QuantType, rows: int) -> ExpertStack:
-        parts = [self._packed(name) for name in names]
+        parts = [self._weight(name) for name in names]
         whole = len(parts) * rows
         stacked = self._stacked(parts, padded(whole) - whole)
         if int(names[0].split(".")[1]) < self._host_experts:
@@ -313,11 +314,37 @@ class WeightLoader:
 
     def embedding(self, name: str, rows: int, columns: int) -> Embedding:
         info = self._file.require_tensor(name, (rows, columns))
-        return Embedding(self._packed(name, pinned=self._host_embedding), info.type)
+        return Embedding(self._weight(name, pinned=self._host_embedding), self._loaded_type(info))
 
     def _require_vector(self, name: str, shape: tuple[int, ...]) -> TensorInfo:
         info = self._file.require_tensor(name)
         return info if info.shape == (1, *shape) else self._file.require_tensor(name, shape)
+
+    def _loaded_type(self, info: TensorInfo) -> QuantType:
+        """Return the type in which a matrix is held: NVFP4 becomes floats."""
+        if info.type is not QuantType.NVFP4:
+            return info.type
+        return QuantType.F32 if self._expand else QuantType.F16
+
+    def _weight(self, name: str, *, pinned: bool = False) -> Tensor:
+        """Return the rows of a matrix in its loaded type: of NVFP4, times the scale beside it."""
+        info, packed = self._file.tensors[name], self._packed(name, pinned=pinned)
+        if info.type is not QuantType.NVFP4:
+            return packed
+        lead = info.shape[:-2]  # experts have a scale each
+        scales = {}
+        for kind in ("scale", "input_scale"):  # the second is for activations in four bits
+            companion = f"{name.removesuffix('weight')}{kind}"
+            if self.has(companion):
+                scales[kind] = self.vector(companion, *(lead or (1,)))
+        return self._floats(packed, scales.get("scale"), self._loaded_type(info))
+
+    def _floats(self, packed: Tensor, scale: Tensor | None, type: QuantType) -> Tensor:
+        """Return NVFP4 rows as the bytes of floats, times `scale`: one number, or one for each expert."""
+        values = dequantise(packed, QuantType.NVFP4)
+        if scale is not None:
+            values *= scale.to(values.device).view(-1, *[1] * (values.ndim - 1))
+        return values.to(torch.float32 if type is QuantType.F32 else torch.float16).view(torch.uint8)
 
     def _packed(self, name: str, *, pinned: bool = False) -> Tensor:
         info = self._file.tensors[name]
@@ -344,7 +371,7 @@ class WeightLoader:
         """Yield neighbours of one type as one matrix: fewer and larger launches."""
         for type, run in groupby(zip(names, types, strict=True), key=lambda pair: pair[1]):
             joined = [name for name, _ in run]
-            matrix = self._tile(self._joined([self._packed(name) for name in joined]), type)
+            matrix = self._tile(self._joined([self._weight(name) for name in joined]), type)
             assert isinstance(matrix.data, PackedWeight)
             yield Matrix(with_int8(matrix.data, self._int8_rows(joined)), None)
 

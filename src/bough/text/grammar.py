@@ -5,7 +5,7 @@ Parsing and masks come from llguidance; this wraps the part that sessions use, w
 
 import json
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Literal, Protocol
@@ -87,7 +87,7 @@ class Vocabulary(Protocol):
     def eos_id(self) -> int | None: ...
     def token_bytes(self, id: int, /) -> bytes: ...
     def is_control(self, id: int, /) -> bool: ...
-    def encode(self, text: str, /, *, special: bool = True) -> list[int]: ...
+    def encode(self, text: str, /, *, special: bool = True, begins: bool = True) -> list[int]: ...
 
 
 class GrammarCompiler:
@@ -137,6 +137,13 @@ class GrammarCompiler:
         return prepare(schema, check_pattern=self._check_pattern, lenient=lenient)
 
     def _source(self, grammar: Grammar) -> str:
+        try:
+            return self._converted(grammar)
+        except ValueError as error:  # the library's
+            reason = str(error).removeprefix("Failed to convert the grammar from GBNF to Lark: ")
+            raise UsageError(f"the {grammar.kind} grammar cannot be used: {reason}") from error
+
+    def _converted(self, grammar: Grammar) -> str:
         library, _ = self._library
         make = library.LLMatcher
         value = grammar.value
@@ -151,7 +158,7 @@ class GrammarCompiler:
             case "lark":
                 return make.grammar_from_lark(_string(grammar.kind, value))
             case "gbnf":
-                return _gbnf(_string(grammar.kind, value), library.grammar_from)
+                return library.grammar_from("gbnf", _string(grammar.kind, value))
             case kind:
                 raise UsageError(
                     f"the grammar's kind is {kind!r}, needed json_object, json_schema, regex, lark or gbnf"
@@ -178,7 +185,7 @@ class GrammarCompiler:
         library, _ = self._library
         probe = self._compiled(library.LLMatcher.grammar_from_json_schema(schema), "regex").deep_copy()
         # The expression is expanded after the opening quote.
-        probe.try_consume_tokens(self._tokenizer.encode('"', special=False))
+        probe.try_consume_tokens(self._tokenizer.encode('"', special=False, begins=False))
         probe.compute_bitmask()
         if probe.is_error():
             raise UsageError(f"it is too large: {_reason(probe)}")
@@ -214,7 +221,7 @@ class _Tokens:
     def __call__(self, text: str | bytes) -> list[int]:
         if isinstance(text, bytes):
             text = text.decode(errors="replace")
-        return self._tokenizer.encode(text, special=False)
+        return self._tokenizer.encode(text, special=False, begins=False)
 
 
 def _reason(state: Any) -> str:
@@ -245,14 +252,6 @@ def _schema(value: Any) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise UsageError(f"the JSON schema is of type {type(value).__name__}, needed an object")
     return value
-
-
-def _gbnf(text: str, convert: Callable[[str, str], str]) -> str:
-    try:
-        return convert("gbnf", text)
-    except ValueError as error:
-        reason = str(error).removeprefix("Failed to convert the grammar from GBNF to Lark: ")
-        raise UsageError(f"the gbnf grammar cannot be used: {reason}") from error
 
 
 def _string(kind: str, value: Any) -> str:
