@@ -6,6 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bough.errors import BadGGUF, Cancelled, PromptTooLong, UnsupportedModel, UsageError
+from bough.session.prompts import Prompts
+from bough.session.requests import TextRequest
+from bough.text.grammar import Grammar, GrammarCompiler
+from bough.text.template import ChatTemplate
 from bough.text.tokenizer import EncodeLimit, Tokenizer
 from tests.text.vocabulary import (
     CONTROL,
@@ -367,6 +371,8 @@ def test_a_text_begins_with_a_space_also_after_special_tokens():
     assert RANKED.encode("<s>the</s><tool>the") == [1, *the, 2, RANKED.id_of("<tool>"), *the]
     assert RANKED.decode([1, *the, 2, *the], skip_special=False) == "<s>the</s>the"
     assert RANKED.decode([*the, *the]) == "the the"
+    assert RANKED.encode(" the</s>the", begins=False) == [*the, 2, *the]
+    assert RANKED.encode("the", begins=False) != the
     assert RANKED.stream().push(the) == " the"  # what is generated may continue a text
     assert (RANKED.bos_id, RANKED.eos_id, RANKED.stop_ids) == (1, 2, {2})
     without = Tokenizer.from_metadata(ranked() | {f"{KEY}add_space_prefix": False})
@@ -397,3 +403,24 @@ def test_a_vocabulary_with_tokens_of_several_words_is_not_cut(monkeypatch: pytes
 def test_bad_sentencepiece_metadata_is_named(values: dict, message: str):
     with pytest.raises(BadGGUF, match=message):
         Tokenizer.from_metadata(ranked() | {KEY + name: value for name, value in values.items()})
+
+
+def test_grammars_over_a_sentencepiece_vocabulary():
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    matcher = GrammarCompiler(RANKED).compile(Grammar("json_schema", schema))
+    for id in RANKED.encode('{"a": 12}', begins=False):
+        assert matcher.mask()[id // 32] >> (id % 32) & 1, RANKED.token_bytes(id)
+        assert matcher.advance(id)
+    assert matcher.may_end
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ messages[0].content }}", "{{ bos_token + messages[0].content }}", None]
+)
+def test_a_chat_begins_with_one_bos(template: str | None):
+    metadata = ranked() | {f"{KEY}bos_token_id": 1, "tokenizer.chat_template": template}
+    prompts = Prompts(
+        RANKED, ChatTemplate.from_metadata({k: v for k, v in metadata.items() if v is not None})
+    )
+    ids = prompts.encode(TextRequest(messages=[{"role": "user", "content": "the"}])).ids
+    assert ids[0] == 1 and ids.count(1) == 1

@@ -87,7 +87,7 @@ class Vocabulary(Protocol):
     def eos_id(self) -> int | None: ...
     def token_bytes(self, id: int, /) -> bytes: ...
     def is_control(self, id: int, /) -> bool: ...
-    def encode(self, text: str, /, *, special: bool = True) -> list[int]: ...
+    def encode(self, text: str, /, *, special: bool = True, begins: bool = True) -> list[int]: ...
 
 
 class GrammarCompiler:
@@ -185,7 +185,7 @@ class GrammarCompiler:
         library, _ = self._library
         probe = self._compiled(library.LLMatcher.grammar_from_json_schema(schema), "regex").deep_copy()
         # The expression is expanded after the opening quote.
-        probe.try_consume_tokens(self._tokenizer.encode('"', special=False))
+        probe.try_consume_tokens(self._tokenizer.encode('"', special=False, begins=False))
         probe.compute_bitmask()
         if probe.is_error():
             raise UsageError(f"it is too large: {_reason(probe)}")
@@ -221,7 +221,7 @@ class _Tokens:
     def __call__(self, text: str | bytes) -> list[int]:
         if isinstance(text, bytes):
             text = text.decode(errors="replace")
-        return self._tokenizer.encode(text, special=False)
+        return self._tokenizer.encode(text, special=False, begins=False)
 
 
 def _reason(state: Any) -> str:

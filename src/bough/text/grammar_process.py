@@ -251,7 +251,7 @@ class _ProcessTokens:
     def is_control(self, id: int) -> bool:
         return id in self._controls
 
-    def encode(self, text: str, *, special: bool = True) -> list[int]:
+    def encode(self, text: str, *, special: bool = True, begins: bool = True) -> list[int]:
         pieces = (bytes([byte]) for byte in text.encode(errors="replace"))
         return [self._bytes[piece] for piece in pieces if piece in self._bytes]
 

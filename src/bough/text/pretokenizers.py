@@ -41,7 +41,7 @@ class WordRule:
     prefix: ClassVar[bool] = False
     cuts: ClassVar[re.Pattern[str]] = _WORD_END
 
-    def escaped(self, text: str) -> str:
+    def escaped(self, text: str, *, begins: bool = True) -> str:
         return text
 
     def token_bytes(self, token: str) -> bytes:

@@ -19,9 +19,9 @@ class SentencePieceRule:
     cuts: re.Pattern[str] | None  # where a text can be cut without changing its tokens; None: nowhere
     adds_bos: bool = True
 
-    def escaped(self, text: str) -> str:
+    def escaped(self, text: str, *, begins: bool = True) -> str:
         text = text.replace(" ", SPACE)
-        return SPACE + text if self.prefix and text else text
+        return SPACE + text if self.prefix and text and begins else text
 
     def token_bytes(self, token: str) -> bytes:
         return token.replace(SPACE, " ").encode()

@@ -148,8 +148,9 @@ class Tokenizer:
         special: bool = True,
         literals: Sequence[tuple[int, int]] = (),
         limit: EncodeLimit | None = None,
+        begins: bool = True,
     ) -> list[int]:
-        """Return the ids of `text`, without a BOS.
+        """Return the ids of `text`, without a BOS; not `begins`: of one that goes on from other text.
 
         Strings of user-defined tokens always become their ids, strings of control tokens only with `special`
         and outside the character spans `literals` (see `Rendered.literals`).
@@ -162,12 +163,12 @@ class Tokenizer:
         for start, end in _matches(
             self._special_pattern if special else self._user_defined_pattern, text, literals
         ):
-            ids += self._encode_words(text[position:start], limit)
+            ids += self._encode_words(text[position:start], limit, begins=begins or position > 0)
             ids.append(self._ids[text[start:end]])
             if limit is not None:
                 limit.count(1, more=False)
             position = end
-        return ids + self._encode_words(text[position:], limit)
+        return ids + self._encode_words(text[position:], limit, begins=begins or position > 0)
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of many short texts, in which no string is a special token."""
@@ -236,9 +237,9 @@ class Tokenizer:
         data = self.token_bytes(id)
         return b"" if self._types[id] in NON_TEXT else data
 
-    def _encode_words(self, text: str, limit: EncodeLimit | None) -> list[int]:
+    def _encode_words(self, text: str, limit: EncodeLimit | None, *, begins: bool) -> list[int]:
         ids: list[int] = []
-        pieces = _pieces(self._rule.escaped(text), self._rule.cuts)
+        pieces = _pieces(self._rule.escaped(text, begins=begins), self._rule.cuts)
         while some := list(islice(pieces, PIECES)):
             # Unlike `encode`, the library's batch functions release the GIL.
             encodings = self._words.encode_batch_fast([piece for piece, _ in some], add_special_tokens=False)

@@ -304,7 +304,7 @@ class TokenData:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class TextBatch:
     tokens: Tensor  # [B, n], padded at the end
     anchors: Tensor  # [B, M] positions where blocks begin, ascending
     labels: Tensor  # [B, M, K] tokens after the anchor
@@ -314,18 +314,18 @@ class Batch:
     def __len__(self) -> int:
         return self.tokens.shape[0]
 
-    def split(self, size: int) -> Iterator["Batch"]:
+    def split(self, size: int) -> Iterator["TextBatch"]:
         """Yield micro-batches of at most `size` texts."""
         fields = (each.split(size) for each in (self.tokens, self.anchors, self.labels, self.valid))
         for tokens, anchors, labels, valid in zip(*fields, strict=True):
-            yield Batch(tokens, anchors, labels, valid, 0)
+            yield TextBatch(tokens, anchors, labels, valid, 0)
 
-    def to(self, device: torch.device) -> "Batch":
+    def to(self, device: torch.device) -> "TextBatch":
         moved = (each.to(device) for each in (self.tokens, self.anchors, self.labels, self.valid))
-        return Batch(*moved, real=self.real)
+        return TextBatch(*moved, real=self.real)
 
 
-def make_batch(data: TokenData, numbers: Sequence[int], *, anchors: int, block: int, seed: int) -> Batch:
+def make_batch(data: TokenData, numbers: Sequence[int], *, anchors: int, block: int, seed: int) -> TextBatch:
     """Return texts with up to `anchors` blocks each, at random positions of their outputs."""
     generator = np.random.default_rng(seed)
     texts = [data.text(number) for number in numbers]
@@ -344,7 +344,7 @@ def make_batch(data: TokenData, numbers: Sequence[int], *, anchors: int, block: 
     at = starts[..., None] + np.arange(1, block)
     valid = (at < lengths[:, None, None]) & (np.arange(count) < used[:, None])[..., None]
     labels = np.take_along_axis(tokens, np.minimum(at, tokens.shape[1] - 1).reshape(len(texts), -1), 1)
-    return Batch(
+    return TextBatch(
         tokens=torch.from_numpy(tokens),
         anchors=torch.from_numpy(starts),
         labels=torch.from_numpy(labels.reshape(at.shape)),

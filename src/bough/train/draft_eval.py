@@ -26,7 +26,7 @@ from bough.spec.mtp import MTPModel
 from bough.spec.speculator import CANDIDATES, SPINE, Speculator
 from bough.spec.tree import Proposal, build_tree
 from bough.state.draft_ring import draft_buffers, mtp_buffers
-from bough.train.draft_data import Batch, TokenData, make_batch
+from bough.train.draft_data import TextBatch, TokenData, make_batch
 from bough.train.draft_export import WEIGHTS
 from bough.train.draft_loss import Head, Tally, block_loss
 from bough.train.draft_model import TrainedDraft
@@ -55,7 +55,7 @@ def evaluate(
     model: TrainedDraft | TrainedMTP,
     reader: FeatureReader,
     frozen: Frozen,
-    batches: Sequence[Batch],
+    batches: Sequence[TextBatch],
     *,
     step: int,
 ) -> Evaluation:
@@ -85,14 +85,16 @@ def evaluate(
 
 
 def block_rows(
-    model: TrainedDraft | TrainedMTP, reader: FeatureReader, frozen: Frozen, batch: Batch
+    model: TrainedDraft | TrainedMTP, reader: FeatureReader, frozen: Frozen, batch: TextBatch
 ) -> Tensor:
     """Return the hidden states [B, M, T, width] of the batch's blocks; matmuls run in bfloat16 on a GPU."""
     with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=batch.tokens.is_cuda):
         return model(reader(batch.tokens), model.inputs(frozen, batch), batch.anchors)
 
 
-def _tree_acceptance(model: TrainedDraft, hidden: Tensor, batch: Batch, head: Tensor, most: int) -> list[int]:
+def _tree_acceptance(
+    model: TrainedDraft, hidden: Tensor, batch: TextBatch, head: Tensor, most: int
+) -> list[int]:
     """Return the acceptance lengths of the trees of up to `most` complete blocks."""
     whole = batch.valid.all(-1).nonzero().tolist()
     counts = []
@@ -250,7 +252,7 @@ def _refuse_disparity(folder: Path, worst: float) -> None:
 
 def held_out_batches(
     data: TokenData, numbers: np.ndarray, *, size: int, anchors: int, block: int, device: torch.device
-) -> list[Batch]:
+) -> list[TextBatch]:
     """Return the held-out texts as batches of `size`, with the same anchors at every evaluation."""
     groups = [numbers[start : start + size].tolist() for start in range(0, len(numbers), size)]
     return [

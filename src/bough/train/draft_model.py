@@ -24,7 +24,7 @@ from bough.models.draft_spec import (
     default_taps,
 )
 from bough.models.spec import ModelSpec
-from bough.train.draft_data import Batch
+from bough.train.draft_data import TextBatch
 from bough.train.draft_target import Frozen
 
 DraftKind = Literal["dflash", "dflash2", "mtp"]
@@ -280,7 +280,7 @@ class TrainedDraft(nn.Module):
         selector = self.candidate_selector
         return [] if selector is None else [selector.predecessor_codebook, selector.successor_codebook]
 
-    def inputs(self, frozen: Frozen, batch: Batch) -> Tensor:
+    def inputs(self, frozen: Frozen, batch: TextBatch) -> Tensor:
         """Return the blocks' input rows [B, M, T, width]: the anchors, then masks."""
         return frozen.embeddings(batch.tokens.gather(1, batch.anchors))
 

@@ -22,7 +22,7 @@ from bough.errors import BoughError, ModelFileError, ResourceError, UsageError
 from bough.memory.device import available_memory, device_name
 from bough.models.draft_spec import DraftSpec
 from bough.train.curves import CURVES, draw_curves
-from bough.train.draft_data import Batch, TokenData, epoch_batches, make_batch
+from bough.train.draft_data import TextBatch, TokenData, epoch_batches, make_batch
 from bough.train.draft_eval import (
     BUDGET,
     Evaluation,
@@ -204,7 +204,7 @@ class Trainer:
                 shown = now
                 self._show(running, text / (now - text_at), before + now - begun)
 
-    def _step(self, batch: Batch, share: float) -> tuple[Tally, bool]:
+    def _step(self, batch: TextBatch, share: float) -> tuple[Tally, bool]:
         config = self._config
         schedule = min(share / _WARM_UP, (1 - share) / (1 - _WARM_UP), 1.0)
         if self._restarted is not None:
@@ -255,7 +255,7 @@ class Trainer:
         seed = 1_000_003 * self._config.seed + number
         return epoch_batches(self._data.lengths, self._train, batch=self._config.batch, seed=seed)
 
-    def _batch(self, numbers: Any) -> Batch:
+    def _batch(self, numbers: Any) -> TextBatch:
         """Return this process's share of the texts, with new anchors at every step."""
         ranks, config = self._ranks, self._config
         seed = (config.seed * 1_000_003 + self._state.step) * 1024 + ranks.rank

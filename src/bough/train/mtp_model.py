@@ -16,7 +16,7 @@ from bough.kernels.norm_rope import rope_angles
 from bough.models.decoder import EMBEDDING_TAP
 from bough.models.spec import ModelSpec
 from bough.spec.mtp import STEPS
-from bough.train.draft_data import Batch
+from bough.train.draft_data import TextBatch
 from bough.train.draft_model import rope
 from bough.train.draft_target import Frozen
 
@@ -115,7 +115,7 @@ class TrainedMTP(nn.Module):
         block = f"blk.{len(self._target.layers)}"
         return {f"{block}.{name}.weight": self._weight(name).detach() for name in self._names}
 
-    def inputs(self, frozen: Frozen, batch: Batch) -> Tensor:
+    def inputs(self, frozen: Frozen, batch: TextBatch) -> Tensor:
         """Return the embeddings [B, M, T, width] of the anchors and the tokens after them."""
         anchors = batch.tokens.gather(1, batch.anchors)
         return frozen.embed(torch.cat([anchors[..., None], batch.labels], -1))

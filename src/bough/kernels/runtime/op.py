@@ -1,7 +1,7 @@
 """An operation: its reference, and the implementations that a GPU has of it."""
 
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 from importlib import import_module
 from typing import ParamSpec, TypeVar
 
@@ -28,13 +28,16 @@ def op(reference: Callable[P, R], operation: str, **modules: str) -> Callable[P,
         if device.type == "cuda":
             for backend, module in modules.items():
                 if runs(operation, _backend(backend), device):
-                    kernels = import_module(f".{module}", package)
+                    kernels = _imported(f".{module}", package)
                     takes = getattr(kernels, f"takes_{name}", None)
                     if takes is None or takes(*args, **kwargs):
                         return getattr(kernels, name)(*args, **kwargs)
         return reference(*args, **kwargs)
 
     return dispatch
+
+
+_imported = cache(import_module)  # which takes microseconds where the module is there
 
 
 def _backend(name: str) -> Backend:
