@@ -52,7 +52,8 @@ def about_tok_s(size: int, active: float, device: str, *, draft: bool) -> tuple[
     if card is None:
         return None
     plain = ROW_SHARE * CARDS[card] * 1e9 / (size * active)
-    return plain, plain * TREE_TOKENS / TREE_STEP if draft else None
+    # The rows of a tree choose other experts: a sparse model's steps read more.
+    return plain, plain * TREE_TOKENS / TREE_STEP if draft and active == 1.0 else None
 
 
 def copied_bytes_s() -> float:

@@ -32,10 +32,10 @@ _MANY_CALLS, _LITTLE = 12, 0.1  # calls, and accepted tokens of one: too few
 _LEAST_TEXT, _MOST_TEXT = 40, 256  # tokens of the experiment
 _PLACES = 12  # in the text, at which the draft proposes
 _WORKS = 0.25  # tokens of a call that are right: a draft that fits its target has more, of most texts
-_GAIN = 4  # tokens over all places: fewer are luck; a draft that fits is best as it is configured
+_GAIN, _BETTER = 6, 0.25  # tokens over all places, and share of them: less is luck
 _SECONDS = 5.0  # for the experiment: a large draft on a CPU is not tried with all settings
 # Of a first contact, which no text gave reason for; only where a step takes no longer than the other.
-_FIRST_SECONDS, _QUICK = 2.0, 0.05
+_FIRST_TEXT, _FIRST_SECONDS, _QUICK = 96, 2.0, 0.05
 _BLOCKS = (16, 8, 32, 4)  # the usual first
 _ALIKE = 0.9  # of two settings as good as that the usual one is named
 # Masks of published drafts: of Qwen3.5 to 3.8, of Qwen3, of Gemma. Others take the last row of the embedding.
@@ -92,7 +92,8 @@ class DraftWatch:
         cause: str | None = "is it the draft of this target?"
         try:
             if self._draft is not None:
-                cause = self.examine(tokens, _SECONDS if due else _FIRST_SECONDS)
+                some, seconds = (tokens, _SECONDS) if due else (tokens[-_FIRST_TEXT:], _FIRST_SECONDS)
+                cause = self.examine(some, seconds)
         except Exception as error:  # an experiment fails no answer
             log.debug("the draft cannot be tried with other settings", exc_info=True)
             cause = f"why could not be found out ({error!s:.80})" if due else None
@@ -119,7 +120,7 @@ def diagnosis(
     highest = max(results.values(), default=0.0)
     best = next((name for name, right in results.items() if right >= _ALIKE * highest), "")
     better = results.get(best, 0.0)
-    if better >= _WORKS and _PLACES * (better - configured) >= max(_GAIN, 0.1 * _PLACES * configured):
+    if better >= _WORKS and _PLACES * (better - configured) >= max(_GAIN, _BETTER * _PLACES * configured):
         return f"{best} (in a test on this text: {configured:.2f} tokens a call, then {better:.2f})"
     if configured >= _WORKS:
         return None

@@ -115,6 +115,67 @@ class Plan:
 PLAIN = Plan(1, False)
 
 
+@dataclass(frozen=True, slots=True)
+class PlanRates:
+    """Tokens a second of the plans that a step can have, as far as costs and estimates tell."""
+
+    costs: StepCosts
+    sizes: Sequence[int]
+    acceptance: AcceptanceEstimator  # of the mix in use
+    mix: int
+    waited: int  # plain steps since the last tree
+    backlog: int  # positions whose features wait for a draft call
+
+    @property
+    def plain_s(self) -> float:
+        """Seconds of a plain step and of what the host does before it."""
+        return self.costs.of(1) + self.costs.gap_before("plain")
+
+    @property
+    def call_s(self) -> float:
+        """Seconds of a draft call, with the positions that have waited for it."""
+        return self.costs.draft_call(self.mix) + self.costs.backlog * self.backlog
+
+    def draft_seconds(self) -> list[float]:
+        """Return what a draft call and a tree cost, for each size but the root alone."""
+        draft = self.call_s + self.costs.gap_before("draft")
+        return [cost + draft for cost in self.costs.of_sizes(self.sizes[1:])]
+
+    def best_draft(self, best: Plan, speed: float, seconds: list[float]) -> tuple[Plan, float]:
+        """Return the fastest plan of plain steps and a draft call, if any beats `speed` tokens a second."""
+        plain = self.plain_s
+        for wait in (self.waited, *(wait for wait in WAITS if wait > self.waited)):
+            now = wait == self.waited
+            expected = self.acceptance.expected(wait)[1:]
+            for rows, more, cost in zip(self.sizes[1:], expected, seconds, strict=True):
+                rate = (wait + 1 + more) / (wait * plain + cost) / (1 if now else PATIENCE)
+                if rate > speed:
+                    best, speed = Plan(rows, True, waited=wait) if now else PLAIN, rate
+        return best, speed
+
+    def best_lookup(self, best: Plan, speed: float, copied: int, probability: float) -> tuple[Plan, float]:
+        """Return the fastest copy of what prompt lookup found, if any beats `speed` tokens a second."""
+        for rows in self.sizes[1:]:
+            # 1 + p + p^2 + ...: one for the target's own token after the copied ones.
+            count = min(rows, copied + 1)
+            tokens = (1 - probability**count) / (1 - min(probability, 0.999))
+            rate = tokens / (self.costs.of(rows) + self.costs.gap_before("lookup"))
+            if rate > speed:
+                best, speed = Plan(rows, False, lookup=True), rate
+        return best, speed
+
+    def probe(self, seconds: list[float]) -> tuple[Plan, float]:
+        """Return the draft call that loses least, and the plain steps that it may lose."""
+        plain = self.plain_s
+        probe, loss = Plan(1, True, waited=self.waited), self.call_s / plain
+        expected = self.acceptance.expected(self.waited)[1:]
+        for rows, more, cost in zip(self.sizes[1:], expected, seconds, strict=True):
+            lost = cost / plain - 1 - more
+            if lost < loss:
+                probe, loss = Plan(rows, True, waited=self.waited), lost
+        return probe, loss
+
+
 class RowPolicy:
     """The plans of one text; `fork` makes that of another, with what all texts share."""
 
@@ -277,14 +338,18 @@ class RowPolicy:
         if self._plain_is_due() or not (drafts or copied):
             return PLAIN
         self._mix = self.mixes.best(self.costs.of, self.costs.draft_call)
-        best, speed = PLAIN, MARGIN / self._plain_s
-        seconds = self._draft_seconds() if drafts else []
+        waited, unchanged = self._waited, self._unchanged
+        rates = PlanRates(self.costs, self._sizes, self._estimator, self._mix, waited, unchanged)
+        best, speed = PLAIN, MARGIN / rates.plain_s
+        seconds = rates.draft_seconds() if drafts else []
         if drafts:
-            best, speed = self._best_draft(best, speed, seconds)
+            best, speed = rates.best_draft(best, speed, seconds)
         if copied:
-            best, speed = self._best_lookup(best, speed, copied, probability)
-        if drafts and best.rows == 1 and (probe := self._probe(seconds)) is not None:
-            return probe
+            best, speed = rates.best_lookup(best, speed, copied, probability)
+        if drafts and best.rows == 1:
+            probe, loss = rates.probe(seconds)
+            if self._pays_to_know(loss):
+                return probe
         return best
 
     def _draft_is_due(self) -> bool:
@@ -307,52 +372,9 @@ class RowPolicy:
             return True
         return not self._padded and self.costs.unmeasured_for(1) >= PLAIN_INTERVAL
 
-    @property
-    def _plain_s(self) -> float:
-        """Seconds of a plain step and of what the host does before it."""
-        return self.costs.of(1) + self.costs.gap_before("plain")
-
-    def _draft_seconds(self) -> list[float]:
-        """Return what a draft call and a tree cost, for each size but the root alone."""
-        draft = self._call_s() + self.costs.gap_before("draft")
-        return [cost + draft for cost in self.costs.of_sizes(self._sizes[1:])]
-
-    def _call_s(self) -> float:
-        """Return what a draft call costs, with the positions that have waited for it."""
-        return self.costs.draft_call(self._mix) + self.costs.backlog * self._unchanged
-
-    def _best_draft(self, best: Plan, speed: float, seconds: list[float]) -> tuple[Plan, float]:
-        """Return the fastest plan of plain steps and a draft call, if any beats `speed` tokens a second."""
-        plain = self._plain_s
-        for wait in (self._waited, *(wait for wait in WAITS if wait > self._waited)):
-            now = wait == self._waited
-            expected = self._estimator.expected(wait)[1:]
-            for rows, more, cost in zip(self._sizes[1:], expected, seconds, strict=True):
-                rate = (wait + 1 + more) / (wait * plain + cost) / (1 if now else PATIENCE)
-                if rate > speed:
-                    best, speed = Plan(rows, True, waited=wait) if now else PLAIN, rate
-        return best, speed
-
-    def _best_lookup(self, best: Plan, speed: float, copied: int, probability: float) -> tuple[Plan, float]:
-        for rows in self._sizes[1:]:
-            # 1 + p + p^2 + ...: one for the target's own token after the copied ones.
-            count = min(rows, copied + 1)
-            tokens = (1 - probability**count) / (1 - min(probability, 0.999))
-            rate = tokens / (self.costs.of(rows) + self.costs.gap_before("lookup"))
-            if rate > speed:
-                best, speed = Plan(rows, False, lookup=True), rate
-        return best, speed
-
-    def _probe(self, seconds: list[float]) -> Plan | None:
-        """Return the draft call that loses least, if what it may lose is a small share of the time."""
-        plain, usual = self._plain_s, self._usual
-        call = self._call_s() / plain
-        probe, loss = Plan(1, True, waited=self._waited), call
-        expected = self._estimator.expected(self._waited)[1:]
-        for rows, more, cost in zip(self._sizes[1:], expected, seconds, strict=True):
-            lost = cost / plain - 1 - more
-            if lost < loss:
-                probe, loss = Plan(rows, True, waited=self._waited), lost
+    def _pays_to_know(self, loss: float) -> bool:
+        """Return whether the plain steps that a draft call may lose are a small share of the time."""
+        usual = self._usual
         share = max(PROBE_SHARE, TEXT_SHARE / (1 + usual.outcomes))
         due = usual.unasked + 1 >= max(loss / share, PROBE_INTERVAL)
-        return probe if due and TEXT_SHARE * self._steps >= loss else None
+        return due and TEXT_SHARE * self._steps >= loss
