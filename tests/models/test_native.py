@@ -11,6 +11,7 @@ from bough.config import EngineConfig
 from bough.gguf.reader import GGUFFile
 from bough.kernels import native
 from bough.kernels.kv_cache.format import FORMATS
+from bough.kernels.native.library import CACHE_FORMATS
 from bough.memory.planner import plan_memory
 from bough.models.decoder import Decoder, Target
 from bough.models.native import NativeDecoder, NativeLoader, native_gap, packed_model_bytes
@@ -80,7 +81,7 @@ def story(target: Target, cache: str = "f32") -> list[torch.Tensor]:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("cache", native.CACHE_FORMATS)
+@pytest.mark.parametrize("cache", CACHE_FORMATS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_near_the_reference(tiny_model: Callable[..., Path], family: str, cache: str) -> None:
     """Float weights: what remains is the order of additions, and what a cache rounds to the other side."""
@@ -137,7 +138,7 @@ def compare_rows(plain: Run, wide: Run, count: int, *, chunk: int, seed: int) ->
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("cache", native.CACHE_FORMATS)
+@pytest.mark.parametrize("cache", CACHE_FORMATS)
 @pytest.mark.parametrize("model", ["pair", *FAMILIES])
 def test_a_row_alone_and_in_trees(tiny_model: Callable[..., Path], model: str, cache: str) -> None:
     """Plain decoding with one thread against random trees with three."""
@@ -153,7 +154,7 @@ def test_thousands_of_rows_alone_and_in_trees(tiny_model: Callable[..., Path], m
     """2,048 rows of every family, with quantised weights, caches of all kinds and every kind of CPU here."""
     path = PAIR if model == "pair" else tiny_model(model, width=256, layers=4, mix="q4_k_m")
     one = loaded(path, threads=1)
-    cases = itertools.product(native.CACHE_FORMATS, variants())
+    cases = itertools.product(CACHE_FORMATS, variants())
     for seed, (cache, variant) in enumerate(cases):
         two = loaded(path, threads=2, variant=variant)
         for chunk in (1, 7, 64, 65):

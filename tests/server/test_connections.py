@@ -12,6 +12,7 @@ import bough.server
 from bough.config import ServerConfig
 from bough.server.connections import Connections
 from tests.server.live import Live, scripted
+from workshop.attack.wire import exchanged, shapes, statuses
 
 PAGE = max((Path(bough.server.__file__).parent / "page").glob("*.js"), key=lambda path: path.stat().st_size)
 LIMIT = 12
@@ -116,3 +117,15 @@ def test_a_body_with_two_lengths_is_refused_and_its_connection_closed():
                 answer += piece
         assert answer.startswith(b"HTTP/1.1 400") and answer.count(b"HTTP/1.1") == 1
         assert b"needs one of them" in answer
+
+
+def test_no_part_of_a_body_is_another_request():
+    """Requests whose length can be read in two ways, odd heads and chunks: the rest is never answered."""
+    odd = dict(shapes())
+    assert len(odd) > 70
+    with scripted() as server:
+        for name, content in odd.items():
+            answer = exchanged(server.port, content, 0.05)
+            assert b"smuggled" not in answer, name
+            assert all(status < 500 for status in statuses(answer)), name
+        assert httpx2.get(f"{server.url}/health").status_code == 200

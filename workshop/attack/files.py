@@ -1,6 +1,6 @@
-"""Damaged copies of the embedded target: each loads and writes six tokens, or is refused in a sentence.
+"""Damaged copies of the embedded models: each loads and writes six tokens, or is refused in a sentence.
 
-    python -m workshop attack.files [--count 300]
+    python -m workshop attack.files [--count 300] [--model draft]
 
 Every copy is loaded in a process of its own, with 8 GB of address space and 30 s.
 """
@@ -15,16 +15,17 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import torch
 
-from bough.config import EngineConfig
+from bough.config import DraftConfig, EngineConfig
 from bough.errors import BoughError
 from bough.gguf.reader import GGUFFile
 from bough.session.loading import load_session
 from bough.session.requests import TextRequest
 from tests.gguf.test_fuzz import VALUES_64, mutate
-from workshop.case import RESULTS, TARGET, case
+from workshop.case import DRAFT, RESULTS, TARGET, case
 from workshop.report import Report
 
 LIMIT_S, LIMIT_BYTES = 30, 8 << 30
@@ -39,9 +40,9 @@ def places(content: bytes, names: list[str]) -> list[int]:
     return [content.index(name) + len(name) for name in written]
 
 
-def damages() -> dict[str, Damage]:
-    content = TARGET.read_bytes()
-    with GGUFFile.open(TARGET) as file:
+def damages(path: Path) -> dict[str, Damage]:
+    content = path.read_bytes()
+    with GGUFFile.open(path) as file:
         scalars = [name for name, value in file.metadata.items() if isinstance(value, int | float)]
         arrays = [name for name in file.metadata if name not in scalars]
         tensors, size = list(file.tensors), len(content)
@@ -79,12 +80,13 @@ def damages() -> dict[str, Damage]:
     return {"values": value, "tensors": tensor, "header": header, "weights": weights, "cut": cut}
 
 
-def load(path: Path) -> int:
-    """Load a file and write six tokens; return the exit code of what came of it."""
+def load(target: Path, draft: Path) -> int:
+    """Load two files and write six tokens; return the exit code of what came of it."""
     resource.setrlimit(resource.RLIMIT_AS, (LIMIT_BYTES, LIMIT_BYTES))
     signal.alarm(LIMIT_S)
     try:
-        session = load_session(path, EngineConfig(device="cpu", max_ctx=256, prefix_cache=0))
+        config = EngineConfig("cpu", max_ctx=256, draft=DraftConfig(draft), prefix_cache=0)
+        session = load_session(target, config)
         request = TextRequest(messages=[{"role": "user", "content": "Hello"}], max_tokens=6)
         list(session.generate(request))
         return 0
@@ -96,20 +98,25 @@ def load(path: Path) -> int:
 
 
 @case(out=RESULTS / "server_attack.jsonl")
-def main(report: Report, *, count: int = 300, seed: int = 1) -> None:
+def main(
+    report: Report, *, count: int = 300, seed: int = 1, model: Literal["target", "draft"] = "target"
+) -> None:
     torch.set_num_threads(1)
     outcomes, failed, slowest = Counter[str](), [], 0.0
-    content, kinds = TARGET.read_bytes(), damages()
+    whole = {"target": TARGET, "draft": DRAFT}
+    content, kinds = whole[model].read_bytes(), damages(whole[model])
     with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "damaged.gguf")
         for number in range(count):
             name = list(kinds)[number % len(kinds)]
-            target, path = bytearray(content), Path(folder, f"{number}.gguf")
+            copy = bytearray(content)
             if number:  # the first one is whole
-                kinds[name](target, random.Random(f"{seed} {number}"))
-            path.write_bytes(target)
+                kinds[name](copy, random.Random(f"{seed} {number}"))
+            path.unlink(missing_ok=True)
+            path.write_bytes(copy)
             begin = time.monotonic()
             if (child := os.fork()) == 0:
-                os._exit(load(path))
+                os._exit(load(**whole | {model: path}))
             _, status = os.waitpid(child, 0)
             slowest = max(slowest, time.monotonic() - begin)
             code = os.waitstatus_to_exitcode(status)
@@ -117,8 +124,6 @@ def main(report: Report, *, count: int = 300, seed: int = 1) -> None:
             outcomes[outcome] += 1
             if code not in (0, REFUSED) or (not number and code):
                 failed.append(f"{name} {number}: {outcome}")
-            path.unlink()
     report.failed |= bool(failed)
-    report.line(
-        what="files", cases=count, outcomes=dict(outcomes), failed=failed, slowest_s=round(slowest, 1)
-    )
+    facts = {"outcomes": dict(outcomes), "failed": failed, "slowest_s": round(slowest, 1)}
+    report.line(what="files", model=model, cases=count, **facts)

@@ -16,7 +16,17 @@ from bough.errors import UnsupportedModel
 from bough.gguf.reader import GGUFFile, TensorInfo
 from bough.kernels import native
 from bough.kernels.kv_cache.format import BLOCK, HeadPool, KVFormat
-from bough.kernels.native import INT8, INT16, Cache, Layer, LayerState, Library, Model, PackedMatrix
+from bough.kernels.native import INT8, INT16, Library, PackedMatrix
+from bough.kernels.native.library import (
+    CACHE_FORMATS,
+    MAX_ROWS,
+    Cache,
+    Layer,
+    LayerState,
+    Model,
+    NativeMatrix,
+    NativeStep,
+)
 from bough.kernels.quant_matmul import Layout
 from bough.models.decoder import (
     EMBEDDING_TAP,
@@ -46,7 +56,7 @@ def native_gap(
     if window is not None:
         return "`window` is set"
     for format in kv:
-        if format.name not in native.CACHE_FORMATS:
+        if format.name not in CACHE_FORMATS:
             return f"the KV cache is in {format.name}"
         if format.quantised and spec.head_dim % BLOCK:
             return f"a head size of {spec.head_dim} with a KV cache in {format.name}"
@@ -145,7 +155,7 @@ class NativeDecoder:
         self._scores, self._span = torch.empty(0), 0  # and the tokens that they are enough for
         self._bound: Buffers | None = None
         # Of the bound buffers, by slot.
-        self._calls: dict[int, tuple[ctypes.Array[LayerState], native.NativeStep]] = {}
+        self._calls: dict[int, tuple[ctypes.Array[LayerState], NativeStep]] = {}
         self._taps: dict[tuple[int, ...], ctypes.Array[ctypes.c_int32]] = {}
 
     @classmethod
@@ -179,7 +189,7 @@ class NativeDecoder:
     def packed_bytes(self) -> int:
         """Return the bytes of all weights."""
         held = [self._head, *([] if self._embedding is self._head else [self._embedding]), *self._held]
-        return sum(each.nbytes for each in held) - self._frequencies.nbytes
+        return sum(part.nbytes for part in held) - self._frequencies.nbytes
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return the embeddings [..., width] of tokens [...]."""
@@ -226,7 +236,7 @@ class NativeDecoder:
     ) -> Tensor:
         """Run a step, slot by slot; return features [B, n, taps * width] of each slot's last rows."""
         count = step.rows
-        assert buffers.window is None and (step.is_chunk or count <= native.MAX_ROWS)
+        assert buffers.window is None and (step.is_chunk or count <= MAX_ROWS)
         skipped = 0 if tapped is None else max(0, count - tapped)
         slots = step.slots.tolist()
         features = torch.empty(step.tokens.shape[0], count - skipped, len(taps) * self.spec.width)
@@ -261,8 +271,8 @@ class NativeDecoder:
         call.parents = None if rows.parents is None else rows.parents.data_ptr() + 8 * span.start
         call.tap = ctypes.addressof(taps)
         # A chunk is cut into pieces, which makes no difference to a row.
-        for start in range(0, total, native.MAX_ROWS):
-            call.rows = min(native.MAX_ROWS, total - start)
+        for start in range(0, total, MAX_ROWS):
+            call.rows = min(MAX_ROWS, total - start)
             call.length = length + start
             call.pending = pending if start == 0 else 0
             call.tokens = rows.tokens.data_ptr() + 8 * (span.start + start)
@@ -293,14 +303,14 @@ class NativeDecoder:
             self._span = 2 * span
             self._scores = torch.empty(self.library.c.tf_step_scores(self.library.threads, self._span))
 
-    def _slot(self, buffers: Buffers, slot: int) -> "tuple[ctypes.Array[LayerState], native.NativeStep]":
+    def _slot(self, buffers: Buffers, slot: int) -> "tuple[ctypes.Array[LayerState], NativeStep]":
         """Return pointers to a slot's buffers, and a call with those that stay: made once for `buffers`."""
         if buffers is not self._bound:
             self._bound, self._calls = buffers, {}
         if slot not in self._calls:
             pools = [layer.keys for layer in buffers.layers if isinstance(layer, AttentionBuffers)]
             table, path = buffers.page_table, buffers.pending.path
-            call = native.NativeStep(
+            call = NativeStep(
                 page=pools[0].page if pools else 64,
                 pages=pools[0].codes.shape[0] if pools else table.numel(),
                 table=table.shape[1],
@@ -327,7 +337,7 @@ class NativeDecoder:
             loader.vector(f"{block}.{spec.family.feed_forward_norm}.weight", spec.width)
         )
 
-        def matrix(name: str, rows: int, columns: int) -> native.NativeMatrix:
+        def matrix(name: str, rows: int, columns: int) -> NativeMatrix:
             packed = loader.packed_matrix(f"{block}.{name}.weight", rows, columns)
             self._held.append(packed)
             return packed.struct
@@ -413,7 +423,7 @@ def _layer_state(layer, slot: int) -> LayerState:
 
 
 def _cache(pool: HeadPool) -> Cache:
-    cache = Cache(*_plane(pool.codes), format=native.CACHE_FORMATS[pool.format.name])
+    cache = Cache(*_plane(pool.codes), format=CACHE_FORMATS[pool.format.name])
     assert pool.codes.shape[-1] == pool.dim and pool.page % 16 == 0, f"{pool.codes.shape}"
     if pool.scales is not None:
         cache.scales, cache.scales_page, cache.scales_head = _plane(pool.scales)

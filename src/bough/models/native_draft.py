@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from bough.kernels import native
-from bough.kernels.native import INT8, Layer, Model, NativeBlock, PackedMatrix, Ring
+from bough.kernels.native import INT8, PackedMatrix
+from bough.kernels.native.library import MAX_ROWS, Layer, Model, NativeBlock, NativeMatrix, Ring
 from bough.models.dflash import DFlashDraft, DraftBuffers
 from bough.models.draft_spec import SHARED_TENSORS, DraftSpec
 from bough.models.native import NativeLoader, packed_tensors_bytes, weights_gap
@@ -72,8 +73,8 @@ class NativeDraft(DFlashDraft):
         for b, slot in enumerate(slots.tolist()):
             rows, rings, at = features[b].contiguous(), self._rings(buffers, slot), int(first[b])
             block = NativeBlock(norm=self._fuse_norm.data_ptr())
-            for start in range(0, len(rows), native.MAX_ROWS):
-                part = rows[start : start + native.MAX_ROWS]
+            for start in range(0, len(rows), MAX_ROWS):
+                part = rows[start : start + MAX_ROWS]
                 block.rows, block.length, block.in_ = len(part), at + start, part.data_ptr()
                 wrong = self._library.c.tf_draft_append(
                     self._library.pool, self._model, rings, block, self._scratch.data_ptr()
@@ -136,7 +137,7 @@ class NativeDraft(DFlashDraft):
         self._held.append(tensor)
         return tensor.data_ptr()
 
-    def _matrix(self, loader: NativeLoader, name: str, rows: int, columns: int) -> native.NativeMatrix:
+    def _matrix(self, loader: NativeLoader, name: str, rows: int, columns: int) -> NativeMatrix:
         packed = loader.packed_matrix(name, rows, columns)
         self._held.append(packed)
         return packed.struct
@@ -145,7 +146,7 @@ class NativeDraft(DFlashDraft):
         spec, block = self.spec, f"blk.{index}"
         width, query, kv = spec.width, spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
 
-        def matrix(name: str, rows: int, columns: int) -> native.NativeMatrix:
+        def matrix(name: str, rows: int, columns: int) -> NativeMatrix:
             return self._matrix(loader, f"{block}.{name}.weight", rows, columns)
 
         def vector(name: str, size: int) -> int:

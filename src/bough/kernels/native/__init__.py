@@ -13,38 +13,14 @@ from torch import Tensor
 
 from bough.gguf.types import NATIVE_TYPES, QuantType
 from bough.kernels.native import library
-from bough.kernels.native.library import (
-    CACHE_FORMATS,
-    INT8,
-    INT16,
-    MAX_ROWS,
-    Cache,
-    Layer,
-    LayerState,
-    Model,
-    NativeBlock,
-    NativeMatrix,
-    NativeProposal,
-    NativeStep,
-    Ring,
-)
+from bough.kernels.native.library import INT8, INT16, NativeMatrix, NativeProposal
 from bough.kernels.native.memory import WeightMemory
 
 __all__ = [
-    "CACHE_FORMATS",
     "INT8",
     "INT16",
-    "MAX_ROWS",
-    "Cache",
-    "Layer",
-    "LayerState",
     "Library",
-    "Model",
-    "NativeBlock",
-    "NativeMatrix",
-    "NativeStep",
     "PackedMatrix",
-    "Ring",
     "argmax_rows",
     "best_tree",
     "has_kind",
