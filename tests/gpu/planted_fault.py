@@ -170,9 +170,10 @@ def start(fault: str, folder: str, device: str) -> dict[str, Any]:
     costs = Path(folder, "costs.json") if fault in DRAFTS else None
     session = load_session(embedded_pair()[0], config_of(device, costs))
     loaded = time.perf_counter() - begin
-    answers = [generate(session, prompt, max_tokens=64) for prompt in (QUESTION, LONG)]
+    prompts = [QUESTION, *[QUESTION] * (fault in DRAFTS), LONG]  # two texts have to agree on a draft
+    answers = [generate(session, prompt, max_tokens=64) for prompt in prompts]
     return {
-        "texts": [session.tokenizer.decode(answer.tokens) for answer in answers],
+        "texts": [session.tokenizer.decode(answer.tokens) for answer in (answers[0], answers[-1])],
         "prompt_tokens": [answer.stats.prompt_tokens for answer in answers],
         "notes": [note for answer in answers for note in answer.stats.notes],
         "examined_s": examined,

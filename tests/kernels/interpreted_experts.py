@@ -113,9 +113,10 @@ def test_combine() -> None:
     assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_layer_in_tiles_is_the_layer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen35moe", "qwen3moe"])
+def test_a_layer_in_tiles_is_the_layer(tmp_path: Path, family: str) -> None:
     """All kernels together, as a GPU runs them, against the experts one after the other."""
-    path = make_tiny(tmp_path / "tiny.gguf", family="qwen35moe", width=256, mix="q4_k_m")
+    path = make_tiny(tmp_path / "tiny.gguf", family=family, width=256, mix="q4_k_m")
     with GGUFFile.open(path) as file:
         spec = ModelSpec.from_gguf(file)
         tiles, plain = (

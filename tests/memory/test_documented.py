@@ -12,9 +12,10 @@ from bough.bench.predict import predict
 from bough.config import DraftConfig, EngineConfig, SpecConfig
 from bough.convert.header import write_draft, write_target
 from bough.gguf.reader import GGUFFile
-from bough.hub.catalog import named
+from bough.hub.catalog import ModelCard, cards, named
 from bough.memory.device import CUDA_CONTEXT, WINDOWS_RESERVE, MemoryBudget, reserve
 from bough.memory.planner import MemoryPlan, MemoryPlanner
+from bough.models.decoder import check_tensors
 from bough.models.spec import ModelSpec
 
 ROOT = Path(__file__).parents[2]
@@ -98,3 +99,24 @@ def test_the_first_table_of_the_readme(tmp_path: Path, card: str, name: str, dra
 
 def span(speeds: tuple[float, float]) -> str:
     return " to ".join(dict.fromkeys(f"{speed:.0f}" for speed in speeds))
+
+
+@pytest.mark.parametrize("card", [card for card in cards() if card.shape], ids=lambda card: card.name)
+def test_every_name_has_a_header_and_a_draft_that_fit(card: ModelCard, tmp_path: Path) -> None:
+    assert card.shape is not None and (card.shape.draft is None) == (card.draft is None)
+    with GGUFFile.open(write_target(card, card.shape, tmp_path / "target.gguf")) as file:
+        spec = check_tensors_of(file)
+    assert (spec.architecture, spec.width, len(spec.layers)) == (
+        card.match.architecture,
+        card.match.width,
+        card.match.layers,
+    )
+    if card.draft is not None:
+        write_draft(card, card.shape, tmp_path)
+
+
+def check_tensors_of(file: GGUFFile) -> ModelSpec:
+    """Return the spec of a file that has all tensors of its architecture, and no others."""
+    spec = ModelSpec.from_gguf(file)
+    check_tensors(file, spec)
+    return spec

@@ -108,17 +108,19 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("lookup", [True, False])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_another_models_draft_is_said_after_the_first_answer(
+def test_another_models_draft_is_said_after_a_few_answers(
     stranger: Path, plain: dict[float, list[int]], tmp_path: Path, lookup: bool, temperature: float
 ) -> None:
     """With the planner, which hardly calls it; the share of lookup is not the draft's."""
-    session = session_of(stranger, tmp_path / "costs.json", lookup=lookup)
-    finished = answer(session, temperature)
-    assert finished.tokens == plain[temperature]
-    (note,) = finished.stats.notes
+    session, notes = session_of(stranger, tmp_path / "costs.json", lookup=lookup), []
+    while not notes:  # at most three answers
+        finished = answer(session, temperature)
+        assert finished.tokens == plain[temperature]
+        notes = finished.stats.notes
+    (note,) = notes
+    assert finished.stats.shares.draft == 0 and (finished.stats.shares.lookup > 0) <= lookup
     # Which of the two notices it first depends on how often the planner calls it.
     assert note.startswith(("the draft does not fit: ", "not one token of ")) and "of another model" in note
-    assert finished.stats.shares.draft == 0 and (finished.stats.shares.lookup > 0) <= lookup
     assert answer(session, temperature).stats.notes == []  # once
     assert session.engine.drafter.notes(-1).warnings == [note]  # and in `ps`
 
@@ -148,13 +150,14 @@ def test_a_first_contact_names_what_is_wrong_and_the_text_is_plain(
     )
     monkeypatch.setattr("bough.spec.diagnosis._FIRST_SECONDS", 60.0)  # also where other programs compute
     costs = tmp_path / "costs.json"
-    session = session_of(embedded_pair()[1], costs=costs)
+    other = answer(session_of(embedded_pair()[1], costs=costs), prompt=SURE)
+    session = session_of(embedded_pair()[1], costs=costs)  # what it suspects is kept
     first = answer(session, prompt=SURE)
-    assert first.tokens == answer(session_of(None), prompt=SURE).tokens
+    assert other.tokens == first.tokens == answer(session_of(None), prompt=SURE).tokens
     assert answer(session).tokens == plain[0.0] and answer(session, 0.8).tokens == plain[0.8]
     notes = session.engine.drafter.notes(-1).warnings
     if not name:
-        assert first.stats.notes == notes == []
+        assert other.stats.notes == first.stats.notes == notes == []
     else:
         assert first.stats.notes == notes and f": {name}" in notes[0]
     # A later start does not look again.

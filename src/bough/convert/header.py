@@ -32,8 +32,10 @@ def write_target(card: ModelCard, shape: Shape, path: Path) -> Path:
         *heading(card.title, MIX),
         *metadata(sizes),
         (FROM_CARD, card.name, None),
-        (f"{sizes.family.architecture}.vocab_size", sizes.vocabulary, None),
     ]
+    vocabulary = f"{sizes.family.architecture}.vocab_size"
+    if all(key != vocabulary for key, _, _ in entries):
+        entries.append((vocabulary, sizes.vocabulary, None))
     with GGUFWriter(path, sizes.family.architecture) as writer:
         for key, value, kind in entries:
             writer.add(key, value, kind)
@@ -58,7 +60,7 @@ def _sizes(card: ModelCard, shape: Shape) -> ModelSizes:
         "head_dim": head_dim,
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": shape.tied,
-        "rope_theta": 1000000.0,
+        "rope_theta": 500000.0 if match.architecture == "llama" else 1000000.0,
     }
     if shape.feed_forward:
         values["intermediate_size"] = shape.feed_forward

@@ -8,7 +8,7 @@ import os
 import re
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO
@@ -19,6 +19,8 @@ from bough.errors import BadGGUF, ModelFileError, ModelNotFound
 from bough.gguf.header import FETCH_AGAIN, Header, TensorInfo, read_header, shorten
 
 _SPLIT_NAME = re.compile(r"(?P<stem>.+)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})\.gguf")
+_BLOCK = "mtp-"  # before the name of a file that holds a model's MTP block
+_QUANT = re.compile(r"[-_.](?:UD-)?(?:I?Q[1-9]|TQ[12]|BF16|F16|F32|MXFP4|NVFP4|gguf)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,7 @@ class _Part:
     handle: BinaryIO  # the same file as the mapping, even if another gets its name
     mapping: mmap.mmap
     header: Header
+    keys: dict[str, Any] = field(default_factory=dict)  # that it changes in the first part's metadata
 
     def close(self) -> None:
         """Unmap the file, or leave that to the last array of it that is still in use."""
@@ -50,7 +53,7 @@ class GGUFFile:
         self.path = parts[0].path
         self.paths = [part.path for part in parts]
         self.size_bytes = sum(len(part.mapping) for part in parts)
-        self.metadata: Mapping[str, Any] = MappingProxyType(parts[0].header.metadata)
+        self.metadata: Mapping[str, Any] = MappingProxyType(parts[0].header.metadata | parts[-1].keys)
         self.tensors: Mapping[str, TensorInfo] = MappingProxyType(
             {name: info for part in parts for name, info in part.header.tensors.items()}
         )
@@ -66,6 +69,8 @@ class GGUFFile:
                 parts.extend(_read_part(name) for name in names if name != parts[0].path)
                 parts.sort(key=lambda part: part.path.name)
                 _check_split(parts)
+            if (block := _block_beside(parts[0])) is not None:
+                parts.append(block)
             return cls(parts)
         except BaseException:
             for part in parts:
@@ -170,6 +175,36 @@ def _typed(
         return float(value)
     seen = f"{shorten(value)} ({type(value).__name__})"
     raise BadGGUF(f"{path}: metadata key {key!r} is {seen}, needed: {needed}")
+
+
+def _block_beside(trunk: _Part) -> _Part | None:
+    """Return the MTP block that a model has in a file beside its own: mtp-NAME in any quantisation.
+
+    Such a file also has an embedding and a head; those of the model are used.
+    """
+    keys, path = trunk.header.metadata, trunk.path
+    architecture = keys.get("general.architecture")
+    layers, count = (f"{architecture}.{key}" for key in ("block_count", "nextn_predict_layers"))
+    if path.name.startswith(_BLOCK) or keys.get(count) or not isinstance(keys.get(layers), int):
+        return None
+    model = _QUANT.split(path.name)[0]
+    others = [other for other in sorted(path.parent.glob(f"{_BLOCK}*.gguf"))]
+    others = [other for other in others if _QUANT.split(other.name.removeprefix(_BLOCK))[0] == model]
+    if not others:
+        return None
+    part = _read_part(others[0])
+    width, found = f"{architecture}.embedding_length", part.header.metadata
+    expected = (architecture, keys.get(width), keys[layers] + 1, 1)
+    seen = (found.get("general.architecture"), *(found.get(key) for key in (width, layers, count)))
+    if seen != expected:
+        part.close()
+        raise BadGGUF(
+            f"{part.path}: architecture, width, blocks and MTP blocks are {seen}, needed {expected}",
+            "move it out of the model's folder",
+        )
+    prefix = f"blk.{keys[layers]}."
+    tensors = {name: info for name, info in part.header.tensors.items() if name.startswith(prefix)}
+    return replace(part, header=replace(part.header, tensors=tensors), keys={layers: expected[2], count: 1})
 
 
 def _split_names(part: _Part, count: int) -> list[Path]:

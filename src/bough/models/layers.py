@@ -253,10 +253,10 @@ class Experts:
 
     def _by_expert(self, x: Tensor) -> Tensor:
         """Multiply with one expert after the other: the specification, and what a CPU runs."""
-        weights, chosen = plain_experts.route(x @ self._router.T, self._used)
-        outputs = x.new_empty(*chosen.shape, x.shape[-1])
-        for expert in chosen.unique().tolist():
-            row, rank = (chosen == expert).nonzero(as_tuple=True)
+        weights, expert_ids = plain_experts.route(x @ self._router.T, self._used)
+        outputs = x.new_empty(*expert_ids.shape, x.shape[-1])
+        for expert in expert_ids.unique().tolist():
+            row, rank = (expert_ids == expert).nonzero(as_tuple=True)
             outputs[row, rank] = self._expert(expert, x[row])
         shared = torch.zeros_like(x) if self._shared is None else self._shared(x)
         return plain_experts.combine(shared, x @ self._shared_gate, outputs, weights)

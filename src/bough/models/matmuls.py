@@ -23,7 +23,7 @@ def layer_matmuls(file: GGUFFile) -> list[tuple[Sequence[tuple[QuantType, int]],
     recorder = _Recorder(file)
     for kind in dict.fromkeys(spec.layers):
         # A layer in the middle: quantisation mixes give more bits to the first and the last.
-        layers = [index for index, each in enumerate(spec.layers) if each == kind]
+        layers = [index for index, layer in enumerate(spec.layers) if layer == kind]
         Block(spec, recorder, layers[len(layers) // 2])
     return recorder.matmuls
 

@@ -189,7 +189,7 @@ class NativeDecoder:
     def packed_bytes(self) -> int:
         """Return the bytes of all weights."""
         held = [self._head, *([] if self._embedding is self._head else [self._embedding]), *self._held]
-        return sum(each.nbytes for each in held) - self._frequencies.nbytes
+        return sum(part.nbytes for part in held) - self._frequencies.nbytes
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return the embeddings [..., width] of tokens [...]."""

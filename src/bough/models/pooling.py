@@ -60,7 +60,7 @@ class VectorSpec:
         if not value:
             return None
         if value not in tuple(Pooling):
-            needed = ", ".join(f"{each.value} ({each.name})" for each in Pooling)
+            needed = ", ".join(f"{kind.value} ({kind.name})" for kind in Pooling)
             raise UnsupportedModel(f"{file.path}: {key} is {value}, needed {needed}")
         if value != Pooling.rank:
             return cls(Pooling(value), width)

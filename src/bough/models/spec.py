@@ -177,9 +177,9 @@ def has_mtp(file: GGUFFile, spec: ModelSpec) -> bool:
     """Return whether the file has a multi-token-prediction block that can propose tokens."""
     block = f"blk.{len(spec.layers)}.nextn"
     # Other families' blocks may have an embedding and a head of their own.
-    own = (f"{block}.embed_tokens.weight", f"{block}.shared_head_head.weight")
+    names = (f"{block}.embed_tokens.weight", f"{block}.shared_head_head.weight")
     known = spec.family.hybrid and spec.mtp_layers == 1 and f"{block}.eh_proj.weight" in file.tensors
-    return known and not any(name in file.tensors for name in own)
+    return known and not any(name in file.tensors for name in names)
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,12 +114,12 @@ class Projections:
 
 def project_all(x: Tensor | PackedRows, projections: Sequence[Projections]) -> list[tuple[Tensor, ...]]:
     """Return the projections of the same x; matmuls with tiles overlap."""
-    tiles = [matrix.data for each in projections for matrix in each.matrices]
+    tiles = [matrix.data for group in projections for matrix in group.matrices]
     packed = [data for data in tiles if isinstance(data, PackedWeight)]
-    if len(packed) < len(tiles) or any(each.bias is not None for each in projections):
-        return [each(x) for each in projections]
-    out = _tiled_matmuls(x, packed).split([sum(each.sizes) for each in projections], -1)
-    return [part.split(each.sizes, -1) for part, each in zip(out, projections, strict=True)]
+    if len(packed) < len(tiles) or any(group.bias is not None for group in projections):
+        return [group(x) for group in projections]
+    out = _tiled_matmuls(x, packed).split([sum(group.sizes) for group in projections], -1)
+    return [part.split(group.sizes, -1) for part, group in zip(out, projections, strict=True)]
 
 
 def _tiled_matmuls(x: Tensor | PackedRows, weights: Sequence[PackedWeight]) -> Tensor:

@@ -19,6 +19,9 @@ class CostFile:
         costs, entry = self._costs(), self._read().get(self._key)
         # Without a file there is no first contact: each would be one.
         costs.checked = self._path is None or (isinstance(entry, dict) and entry.get("checked") is True)
+        suspected = entry.get("suspected") if isinstance(entry, dict) else None
+        if isinstance(suspected, dict) and all(isinstance(count, int) for count in suspected.values()):
+            costs.suspected = suspected
         return costs
 
     def _costs(self) -> StepCosts:
@@ -42,7 +45,7 @@ class CostFile:
         book[self._key] = {
             name: {str(key): seconds for key, seconds in costs_by.items()}
             for name, costs_by in (("step", costs.step), ("draft", costs.draft), ("gap", costs.gap))
-        } | {"backlog": costs.backlog, "checked": costs.checked}
+        } | {"backlog": costs.backlog, "checked": costs.checked, "suspected": costs.suspected}
         part = self._path.with_suffix(f".{os.getpid()}.part")
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)

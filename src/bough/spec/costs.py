@@ -29,6 +29,9 @@ class StepCosts:
     # Of a draft call, for each position whose features have waited for it; 0 where none wait.
     backlog: float = 0.0
     checked: bool = field(default=True, compare=False)  # the draft's settings have been tried on a text
+    suspected: dict[str, int] = field(
+        default_factory=dict, compare=False
+    )  # what was wrong, on how many texts
     # By rows; a draft call's by -mix.
     _ages: dict[int, "_Age"] = field(default_factory=dict, repr=False, compare=False)
     _steps: int = 0

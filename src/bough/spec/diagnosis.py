@@ -36,6 +36,12 @@ _GAIN, _BETTER = 6, 0.25  # tokens over all places, and share of them: less is l
 _SECONDS = 5.0  # for the experiment: a large draft on a CPU is not tried with all settings
 # Of a first contact, which no text gave reason for; only where a step takes no longer than the other.
 _FIRST_TEXT, _FIRST_SECONDS, _QUICK = 96, 2.0, 0.05
+_AGREEING, _TEXTS = 2, 6  # texts that have to say the same, of at most so many
+_MEASURED = " (in a test on this text: "
+_OTHER = (
+    "no other layers, mask, block size or causal flag make it right: it is the draft of another model, or"
+    " of the model that this one was fine-tuned from; below 8 bits, try `draft_quant` none"
+)
 _BLOCKS = (16, 8, 32, 4)  # the usual first
 _ALIKE = 0.9  # of two settings as good as that the usual one is named
 # Masks of published drafts: of Qwen3.5 to 3.8, of Qwen3, of Gemma. Others take the last row of the embedding.
@@ -97,37 +103,57 @@ class DraftWatch:
         except Exception as error:  # an experiment fails no answer
             log.debug("the draft cannot be tried with other settings", exc_info=True)
             cause = f"why could not be found out ({error!s:.80})" if due else None
+        if not due and self._doubtful(cause):
+            return None
         count = f"{self._accepted} tokens" if self._accepted else "not one token"
         seen = f"{count} of {self._calls} draft calls accepted" if due else "the draft does not fit"
-        self.diagnosis = cause and f"{seen}: {cause}"
+        self._costs.checked, self.diagnosis = True, cause and f"{seen}: {cause}"
         return self.diagnosis
+
+    def _doubtful(self, cause: str | None) -> bool:
+        """Count what a text says at first contact; return whether others have to agree: it may be hard."""
+        if cause is None:
+            return False
+        suspected, name = self._costs.suspected, _name(cause)
+        suspected[name] = suspected.get(name, 0) + 1
+        if sum(suspected.values()) >= _TEXTS:
+            self._costs.checked = True
+        return suspected[name] < (_AGREEING if name != _OTHER else _AGREEING + 1)
 
     @torch.inference_mode()
     def examine(self, tokens: Sequence[int], seconds: float = _SECONDS) -> str | None:
-        """Return what is wrong with the draft, by trying other settings on a text; None: nothing."""
+        """Return what is wrong with the draft, by trying other settings on a text; None: nothing.
+
+        The halves of a long text have to agree.
+        """
         if self._draft is None or self._target is None:
             return None
-        self._costs.checked = True
-        return diagnosis(self._draft, self._target, tokens, seconds)
+        tokens = tokens[-_MOST_TEXT:]
+        half = len(tokens) // 2
+        parts = [tokens[:half], tokens[half:]] if half >= 2 * _LEAST_TEXT else [tokens]
+        causes = [diagnosis(self._draft, self._target, part, seconds / len(parts)) for part in parts]
+        return causes[-1] if len({cause and _name(cause) for cause in causes}) == 1 else None
+
+
+def _name(cause: str) -> str:
+    """Return a diagnosis without its figures."""
+    return cause.partition(_MEASURED)[0]
 
 
 def diagnosis(
     draft: DFlashDraft, target: Target, tokens: Sequence[int], seconds: float = _SECONDS
 ) -> str | None:
     """Return what is wrong with a draft, in a sentence; None: on this text it is right often enough."""
-    results = experiment(draft, target, list(tokens)[-_MOST_TEXT:], seconds)
+    results = experiment(draft, target, list(tokens), seconds)
     configured = results.pop("")
     highest = max(results.values(), default=0.0)
     best = next((name for name, right in results.items() if right >= _ALIKE * highest), "")
     better = results.get(best, 0.0)
     if better >= _WORKS and _PLACES * (better - configured) >= max(_GAIN, _BETTER * _PLACES * configured):
-        return f"{best} (in a test on this text: {configured:.2f} tokens a call, then {better:.2f})"
+        return f"{best}{_MEASURED}{configured:.2f} tokens a call, then {better:.2f})"
     if configured >= _WORKS:
         return None
-    return (
-        "no other layers, mask, block size or causal flag make it right: it is the draft of another model, or"
-        " of the model that this one was fine-tuned from; below 8 bits, try `draft_quant` none"
-    )
+    return _OTHER
 
 
 def experiment(

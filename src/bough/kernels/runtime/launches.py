@@ -67,15 +67,15 @@ class Launches:
         """Return what each of them takes; asks the driver."""
         ours = [
             KernelLaunch(
-                each.name,
+                launch.name,
                 "CUDA C++",
-                each.registers,
-                each.spilled,
-                each.shared_bytes,
-                each.threads,
-                each.occupancy,
+                launch.registers,
+                launch.spilled,
+                launch.shared_bytes,
+                launch.threads,
+                launch.occupancy,
             )
-            for each in self._cuda
+            for launch in self._cuda
         ]
         return ours + [_of_triton(name, compiled) for name, compiled in self._triton.values()]
 
@@ -84,5 +84,5 @@ def _of_triton(name: str, compiled: Any) -> KernelLaunch:
     from bough.kernels.runtime.driver import attributes_of
 
     threads, shared = 32 * compiled.metadata.num_warps, compiled.metadata.shared
-    found = attributes_of(ctypes.c_void_p(compiled.function), threads=threads, shared=shared)
-    return KernelLaunch(name, "Triton", found.registers, found.spilled, shared, threads, found.blocks)
+    facts = attributes_of(ctypes.c_void_p(compiled.function), threads=threads, shared=shared)
+    return KernelLaunch(name, "Triton", facts.registers, facts.spilled, shared, threads, facts.blocks)

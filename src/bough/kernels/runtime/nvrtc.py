@@ -43,8 +43,8 @@ def compile_cubin(source: str, *, defines: Mapping[str, int], arch: str, cached:
 def nvrtc() -> ctypes.CDLL | None:
     """Return the library, preferably of the CUDA version torch was built for; None if none is installed."""
     major = (torch.version.cuda or "13").split(".")[0]
-    found = importlib.util.find_spec("nvidia")
-    folders = map(Path, (found.submodule_search_locations or ()) if found else ())
+    package = importlib.util.find_spec("nvidia")
+    folders = map(Path, (package.submodule_search_locations or ()) if package else ())
     wheels = sorted(str(path) for folder in folders for path in folder.glob("*/lib/libnvrtc.so.*"))
     # The wheel's before one of the system, which may be older.
     ours = [name for name in wheels if f".so.{major}" in name]

@@ -1,0 +1,54 @@
+"""MTP blocks that lie in a file beside the model's."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bough.errors import BadGGUF
+from bough.gguf.reader import GGUFFile
+from bough.models.decoder import Decoder
+from bough.models.spec import ModelSpec, has_mtp
+from tests.gguf_edit import edited
+
+COUNT, LAYERS = "qwen35.nextn_predict_layers", "qwen35.block_count"
+
+
+def cut(whole: Path, folder: Path, block: str = "mtp-Tiny-Q4_0.gguf") -> Path:
+    """Cut a model into its trunk and a file with the block, an embedding and a norm; return the trunk."""
+    with GGUFFile.open(whole) as file:
+        depth = file.metadata[LAYERS] - 1
+        names = [name for name in file.tensors if name.startswith(f"blk.{depth}.")]
+        ours = (*names, "token_embd.weight", "output_norm.weight")
+        others = [name for name in file.tensors if name not in ours]
+    trunk = edited(whole, folder / "Tiny-Q8_0.gguf", keys={LAYERS: depth, COUNT: None}, without=names)
+    edited(whole, folder / block, without=others)
+    return trunk
+
+
+def test_the_block_is_part_of_the_model(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    whole = tiny_model(mtp=True)
+    trunk = cut(whole, tmp_path)
+    with GGUFFile.open(trunk) as file, GGUFFile.open(whole) as expected:
+        assert dict(file.metadata) == dict(expected.metadata) and set(file.tensors) == set(expected.tensors)
+        assert all(np.array_equal(file.raw(name), expected.raw(name)) for name in file.tensors)
+        assert has_mtp(file, ModelSpec.from_gguf(file))
+        assert Decoder.load(file).spec.mtp_layers == 1
+    with GGUFFile.open(tmp_path / "mtp-Tiny-Q4_0.gguf") as file:
+        assert len(file.paths) == 1
+
+
+@pytest.mark.parametrize("block", ["mtp-Other-Q4_0.gguf", "mtp-Tiny2-Q4_0.gguf"])
+def test_the_block_of_another_model_is_left_alone(
+    tiny_model: Callable[..., Path], tmp_path: Path, block: str
+) -> None:
+    with GGUFFile.open(cut(tiny_model(mtp=True), tmp_path, block)) as file:
+        assert len(file.paths) == 1 and not has_mtp(file, ModelSpec.from_gguf(file))
+
+
+def test_a_block_that_does_not_fit_is_refused(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    trunk = cut(tiny_model(mtp=True), tmp_path)
+    edited(tiny_model(mtp=True, layers=4), tmp_path / "mtp-Tiny-Q4_0.gguf")
+    with pytest.raises(BadGGUF, match=r"mtp-Tiny-Q4_0.gguf: .* are \('qwen35', 64, 5, 1\), needed"):
+        GGUFFile.open(trunk)
