@@ -3,8 +3,8 @@
     python -m workshop attack.bombs [--parts requests abandoned deaf templates]
 
 requests: every request of `bodies.py`, four at a time. abandoned: clients that send slow grammars and leave.
-deaf: connections that send and never read, with 256 descriptors. templates: the chat templates of
-`templates.py`, in this process. The server is `bough serve` with the embedded pair on 127.0.0.1.
+deaf: connections that send and never read, with 256 descriptors, and with 100 and no key. templates: the chat
+templates of `templates.py`, in this process. The server is `bough serve` with the embedded pair on 127.0.0.1.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import httpx2
@@ -80,10 +81,12 @@ def abandoned(count: int = 8) -> dict[str, Any]:
     return facts
 
 
-def deaf(count: int = 250, seconds: float = 45.0) -> dict[str, Any]:
-    """Open connections that send without end and never read, and ask for /health all the time."""
+def deaf(
+    *options: str, count: int = 250, descriptors: int = 256, path: str = "/v1/models", seconds: float = 45.0
+) -> dict[str, Any]:
+    """Open connections that send without end and never read, and ask for a path all the time."""
     request = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2000
-    with attacked("--api-key", "key", descriptors=256) as server, contextlib.ExitStack() as stack:
+    with attacked(*options, descriptors=descriptors) as server, contextlib.ExitStack() as stack:
         port = int(server.url.rpartition(":")[2])
 
         def connected() -> socket.socket | None:
@@ -105,7 +108,7 @@ def deaf(count: int = 250, seconds: float = 45.0) -> dict[str, Any]:
                     client.send(request)
             begin = time.monotonic()
             try:
-                answer = httpx2.get(f"{server.url}/v1/models", headers={"x-api-key": "key"}, timeout=20)
+                answer = httpx2.get(server.url + path, headers={"x-api-key": "key"}, timeout=20)
                 statuses[str(answer.status_code)] += 1
             except httpx2.TransportError as error:
                 statuses[type(error).__name__] += 1
@@ -132,7 +135,13 @@ def rendered() -> dict[str, Any]:
     return {"templates": count, "slowest_cpu_s": round(slowest, 2), "over_1_s": len(over), "peak_mb": most}
 
 
-PARTS = {"requests": requests, "abandoned": abandoned, "deaf": deaf, "templates": rendered}
+PARTS = {
+    "requests": requests,
+    "abandoned": abandoned,
+    "deaf": partial(deaf, "--api-key", "key"),
+    "deaf without keys": partial(deaf, count=40, descriptors=100, path="/health"),
+    "templates": rendered,
+}
 
 
 @case(out=RESULTS / "server_attack.jsonl")
