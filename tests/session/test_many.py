@@ -238,8 +238,7 @@ def test_choices_of_one_prompt_process_it_once() -> None:
 
 def test_a_failing_constraint_ends_its_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
     made = session(3)
-    # The others have no constraint, not even one that ends loops of reasoning.
-    requests = [replace(mixed()[index], break_loops=False) for index in (0, 4, 1)]
+    requests = [mixed()[index] for index in (0, 4, 1)]
     expected = [[*made.generate(request)][-1].tokens for request in requests]
     generations = [made.begin(request) for request in requests]
     constraints: list[TokenConstraint] = []  # in the order of the requests; each has one
