@@ -76,7 +76,7 @@ class Machine:
             target.spec,
             max_ctx=1024,
             slots=slots,
-            max_rows=rows,
+            max_rows=runner.most_rows(rows),
             device=target.device,
             cache=cache,
             input_dtype=target.dtype,

@@ -21,4 +21,7 @@ def test_biases_match_the_cpu(tiny_model: Callable[..., Path], tmp_path: Path, f
     biased = biased_model(plain, tmp_path / "biased.gguf")
     expected = logits_of(biased, torch.device("cpu"))
     assert relative_error(expected, logits_of(plain, torch.device("cpu"))) > 0.05
-    assert_close(logits_of(biased, DEVICE), expected, tolerance=2e-3)
+    # On an H200 a model with delta layers is 1.7e-3 off without biases, 2.0e-3 with any one, with all 5.2e-3
+    # and 6.5e-3. One left out of all shows as 7.8e-3 (attn_k) or far more, with experts as 2.1e-2.
+    tolerance = {"qwen35": 7e-3, "qwen35moe": 1e-2}.get(family, 2e-3)
+    assert_close(logits_of(biased, DEVICE), expected, tolerance=tolerance)

@@ -2,7 +2,9 @@
 
 import ast
 import json
+import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -242,16 +244,36 @@ def test_the_last_implementation_is_pytorch(tmp_path: Path) -> None:
 
 def test_a_kernel_that_ended_the_process_is_replaced_at_the_next_start(tmp_path: Path) -> None:
     path = tmp_path / "x.checked"
-
-    def end() -> Work:
-        raise KeyboardInterrupt  # as little as a segmentation fault would be caught
-
-    with pytest.raises(KeyboardInterrupt):
-        decide(Verdict.load(path), [Case("commit", "a", Fault("", "commit").make), Case("experts", "b", end)])
+    Verdict(path, testing=("experts", "cuda")).save()  # as a segmentation fault would leave it
     assert not Verdict.load(path).complete and Verdict.load(path).testing == ("experts", "cuda")
     decide(Verdict.load(path), [Fault("", "experts").case])
     assert backends.replaced() == {"experts": "triton"}
     assert "the process ended while it was tried" in json.loads(path.read_text())["replaced"]["experts"][1]
+
+
+def test_what_ctrl_c_ended_is_tried_again(tmp_path: Path) -> None:
+    path = tmp_path / "x.checked"
+
+    def interrupted() -> Work:
+        raise KeyboardInterrupt
+
+    cases = [Case("commit", "a", Fault("", "commit").make), Case("experts", "b", interrupted)]
+    with pytest.raises(KeyboardInterrupt):
+        decide(Verdict.load(path), cases)
+    assert not Verdict.load(path).complete and Verdict.load(path).testing is None
+    decide(Verdict.load(path), [Fault("", "experts", ()).case])
+    assert Verdict.load(path).complete and backends.replaced() == {}
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="another process cannot be asked for there")
+def test_another_process_that_tries_its_kernels_has_not_crashed(tmp_path: Path) -> None:
+    path = tmp_path / "x.checked"
+    Verdict(path, testing=("experts", "cuda")).save()
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | {"process": os.getppid()}))
+    assert Verdict.load(path).testing is None
+    path.write_text(json.dumps(content | {"process": 2**22 + 1}))  # none has it
+    assert Verdict.load(path).testing == ("experts", "cuda")
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[1]", '{"replaced": {"x": ["triton"]}}', '{"replaced": 3}'])

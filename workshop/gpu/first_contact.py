@@ -9,6 +9,7 @@ survived, and the text stays. cards: the tables as sm_86, sm_89 and sm_120. Each
 take the others with it; what a part has when the seconds are over is kept.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -206,7 +207,8 @@ class Contact:
         _ = self.whole
         ignored = shutil.ignore_patterns("*.compiled", "*.checked", "*.part")
         if self._base.is_dir():
-            shutil.copytree(self._base, folder, ignore=ignored, dirs_exist_ok=True)
+            with contextlib.suppress(shutil.Error):  # temporary files of a compiler go while they are copied
+                shutil.copytree(self._base, folder, ignore=ignored, dirs_exist_ok=True)
         return folder
 
     def _guarded(self, work: Callable[[str], None]) -> Callable[[str], None]:

@@ -7,11 +7,12 @@ An operation that fails runs in the next implementation from then on: CUDA C++, 
 import json
 import logging
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from bough.errors import ResourceError
 from bough.kernels.check.cases import Case
@@ -44,7 +45,8 @@ class Verdict:
                 if backend in OPERATIONS.get(name, ()):
                     verdict.replaced[name] = (backend, str(reason))
             testing = content["testing"]
-            verdict.testing = (testing[0], testing[1]) if testing else None
+            if testing and not _runs(content.get("process", 0)):
+                verdict.testing = (testing[0], testing[1])
             verdict.complete = bool(content["complete"])
         except _INVALID:
             return cls(path)
@@ -52,7 +54,8 @@ class Verdict:
 
     def save(self) -> None:
         """Write the file; a disk that cannot be written costs another check at the next start."""
-        content = {"replaced": self.replaced, "testing": self.testing, "complete": self.complete}
+        content: dict[str, Any] = {"replaced": self.replaced, "testing": self.testing}
+        content |= {"complete": self.complete, "process": os.getpid()}
         part = self.path.with_suffix(f".{os.getpid()}.part")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -80,6 +83,19 @@ class Verdict:
         backends.replace(operation, others[0])
 
 
+def _runs(process: int) -> bool:
+    """Return whether another process is still trying its kernels: its file is not that of a crash."""
+    if process in (0, os.getpid()) or sys.platform == "win32":  # where a signal of 0 would be a Ctrl-C
+        return False
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
 def sentence(operation: str, backend: Backend, reason: str) -> str:
     slower = "slower; other bits" if backend == "triton" else "much slower, without CUDA graphs"
     return f"{operation} runs in {NAMES[backend]} ({reason}): {slower}; {_REPORT}"
@@ -96,6 +112,15 @@ def decide(
         operation, backend = verdict.testing
         if backends.choices(operation)[0] == backend:
             verdict.move(operation, "the process ended while it was tried")
+    try:
+        _try_all(verdict, cases, progress)
+        verdict.complete = True
+    finally:  # what Ctrl-C ends has not crashed
+        verdict.testing = None
+        verdict.save()
+
+
+def _try_all(verdict: Verdict, cases: Sequence[Case], progress: Callable[[int, int], None] | None) -> None:
     done = 0
     for operation, group in groupby(cases, key=lambda case: case.operation):
         some = list(group)
@@ -103,8 +128,6 @@ def decide(
             verdict.move(operation, reason)
             backend, why = verdict.replaced[operation]
             if context_lost():
-                verdict.testing = None
-                verdict.save()
                 raise ResourceError(
                     f"{operation} broke the GPU's context ({why})",
                     f"start again: it then runs in {NAMES[backend]}; {_REPORT}",
@@ -113,8 +136,6 @@ def decide(
         done += len(some)
         if progress is not None:
             progress(done, len(cases))
-    verdict.testing, verdict.complete = None, True
-    verdict.save()
 
 
 def _first_failure(verdict: Verdict, operation: str, cases: Sequence[Case]) -> str | None:
