@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +50,14 @@ def random_bytes(shape: tuple[int, ...], type: QuantType) -> np.ndarray:
     )
 
 
-def write_all_types(path: Path, *, alignment: int = 32, backwards: bool = False) -> dict[str, np.ndarray]:
+def write_all_types(
+    path: Path, types: Iterable[QuantType] = QuantType, *, alignment: int = 32, backwards: bool = False
+) -> dict[str, np.ndarray]:
     data = {}
     with GGUFWriter(path, "qwen35", alignment=alignment) as writer:
         for key, (value, kind) in METADATA.items():
             writer.add(key, value, kind)
-        for index, type in enumerate(QuantType):
+        for index, type in enumerate(types):
             shape = (2, 3, 256)[index % 3 :] if index % 2 else (5, 512)
             writer.add_tensor(f"blk.{index}.{type.name}", shape, type)
             data[f"blk.{index}.{type.name}"] = random_bytes(shape, type)
@@ -85,7 +88,11 @@ def test_round_trip_of_every_type_and_value(tmp_path: Path, alignment: int, back
 @pytest.mark.parametrize("alignment", [32, 128])
 def test_gguf_package_reads_our_files(tmp_path: Path, alignment: int) -> None:
     path = tmp_path / "all.gguf"
-    data = write_all_types(path, alignment=alignment)
+    # A release of the package may know fewer types than llama.cpp.
+    numbers = {int(type) for type in gguf.GGMLQuantizationType}
+    known = [type for type in QuantType if type in numbers]
+    assert set(QuantType) - set(known) <= {QuantType.Q2_0}
+    data = write_all_types(path, known, alignment=alignment)
     theirs = gguf.GGUFReader(path)
     for key, (value, _) in METADATA.items():
         if key not in ("test.empty", "test.strings"):

@@ -54,10 +54,10 @@ def test_a_capture_that_fails(
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
     if kind == "out of memory":
         with pytest.raises(torch.OutOfMemoryError):
-            engine.capture()
+            engine.warmup.capture()
         assert caplog.records == [] and engine.states.free_slots == 1
         return
-    assert not engine.capture()
+    assert not engine.warmup.capture()
     (line,) = [record.getMessage() for record in caplog.records]
     assert line == "steps run without CUDA graphs, more slowly: CUDA driver error 999: unknown"
     request = Request([3, 4, 5], max_tokens=4)
