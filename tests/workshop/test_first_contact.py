@@ -79,7 +79,9 @@ def test_processes_that_end_badly_or_late(tmp_path: Path) -> None:
     assert run(["-c", "raise SystemExit(3)"], {}, 20)[0] == 3
     assert run(["-c", "raise SystemExit(3)"], {}, 1)[0] == -1
     late = (
-        "import time\ntry:\n time.sleep(60)\nexcept KeyboardInterrupt:\n print('page'); raise SystemExit(1)"
+        "import signal, time\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it
+        "try:\n time.sleep(60)\nexcept KeyboardInterrupt:\n print('page'); raise SystemExit(1)"
     )
     code, text, errors = run(["-c", late], {}, 2)
     assert (code, text) == (1, "page\n") and "not finished after 2 s" in errors
