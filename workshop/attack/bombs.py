@@ -1,8 +1,8 @@
 """Attacks a server and measures what its other clients see.
 
-    python -m workshop attack.bombs [--parts requests abandoned deaf templates]
+    python -m workshop attack.bombs [--parts requests abandoned deaf templates] [--together 4]
 
-requests: every request of `bodies.py`, four at a time. abandoned: clients that send slow grammars and leave.
+requests: every request of `bodies.py`, some at a time. abandoned: clients that send slow grammars and leave.
 deaf: connections that send and never read, with 256 descriptors, and with 100 and no key. templates: the chat
 templates of `templates.py`, in this process. The server is `bough serve` with the embedded pair on 127.0.0.1.
 """
@@ -40,8 +40,8 @@ def send(url: str, path: str, content: bytes) -> tuple[int | str, float, int]:
     return answer.status_code, time.monotonic() - begin, len(answer.content)
 
 
-def requests() -> dict[str, Any]:
-    with attacked("--parallel", 4) as server, ThreadPoolExecutor(4) as threads:
+def requests(together: int) -> dict[str, Any]:
+    with attacked("--parallel", 4) as server, ThreadPoolExecutor(together) as threads:
         # Written before: that must not take time from the clients, which are measured in this process.
         pending = {name: (path, json.dumps(make()).encode()) for name, (path, make) in attacks().items()}
         outcomes, facts = measured(
@@ -145,6 +145,8 @@ PARTS = {
 
 
 @case(out=RESULTS / "server_attack.jsonl")
-def main(report: Report, *, parts: Sequence[str] = tuple(PARTS)) -> None:
+def main(report: Report, *, parts: Sequence[str] = tuple(PARTS), together: int = 4) -> None:
+    """`together`: requests at a time."""
     for name in parts:
-        report.line(what=name, load=round(os.getloadavg()[0], 1), **PARTS[name]())
+        load, options = round(os.getloadavg()[0], 1), (together,) if name == "requests" else ()
+        report.line(what=name, load=load, **PARTS[name](*options))
