@@ -137,7 +137,7 @@ def test_a_model_that_is_slow_on_a_cpu_is_not_suggested(bough, hub, monkeypatch)
     monkeypatch.setattr(listing, "_memory", lambda: ("CPU", 64 << 30))
     speeds = {row["name"]: row["tok_s"][0] for row in listed(bough)["available"]}
     assert speeds["qwen3.6-27b"] < 3 < speeds["qwen3.6-35b-a3b"]
-    assert listing.suggestion() == "qwen3.5-35b-a3b"
+    assert listing.suggestion() == "qwen3.6-35b-a3b"
     monkeypatch.setattr(listing, "_memory", lambda: ("a card", 24 << 30))
     assert listing.suggestion() in ("qwen3.5-35b-a3b", "qwen3.6-35b-a3b", "qwen3.5-27b", "qwen3.6-27b")
     monkeypatch.setattr(listing, "_memory", lambda: ("CPU", 1 << 30))

@@ -89,7 +89,8 @@ def suggestion() -> str | None:
         for name, size in sizes.items()
         if _does_fit(size, room) and not (device == CPU and size * read_share(name) > SLOW)
     }
-    return max(fitting, key=lambda name: fitting[name]) if fitting else None
+    # Of one size the newest: its name sorts last.
+    return max(fitting, key=lambda name: (round(fitting[name] / 1e9), name)) if fitting else None
 
 
 def _quantisations(name: str, *, as_json: bool) -> None:
