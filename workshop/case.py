@@ -13,6 +13,8 @@ import argparse
 import dataclasses
 import inspect
 import os
+import signal
+import subprocess
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -125,6 +127,21 @@ def command(name: str, *arguments: object) -> list[str]:
 def environment() -> dict[str, str]:
     """Return this process's environment for a process that imports what this one imports."""
     return {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "PYTHONUNBUFFERED": "1"}
+
+
+def output_of(
+    process: subprocess.Popen[str], seconds: float, to_end_s: float
+) -> tuple[str, str | None, bool]:
+    """Return a process's output and errors, and whether it was late: then it was interrupted."""
+    try:
+        return *process.communicate(timeout=seconds), False
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+    try:
+        return *process.communicate(timeout=to_end_s), True
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return *process.communicate(), True
 
 
 def _fields(record: Any) -> Iterator[Option]:

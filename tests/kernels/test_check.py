@@ -276,7 +276,13 @@ def test_another_process_that_tries_its_kernels_has_not_crashed(tmp_path: Path) 
     assert Verdict.load(path).testing == ("experts", "cuda")
 
 
-@pytest.mark.parametrize("content", ["", "{}", "[1]", '{"replaced": {"x": ["triton"]}}', '{"replaced": 3}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("", "{}", "[1]", '{"replaced": {"x": ["triton"]}}', '{"replaced": 3}'),
+        f'{{"replaced": {{}}, "testing": ["experts", "cuda"], "complete": false, "process": {10**30}}}',
+    ],
+)
 def test_a_damaged_verdict_is_another_first_start(tmp_path: Path, content: str) -> None:
     path = tmp_path / "x.checked"
     path.write_text(content)

@@ -40,7 +40,7 @@ def send(url: str, path: str, content: bytes) -> tuple[int | str, float, int]:
     return answer.status_code, time.monotonic() - begin, len(answer.content)
 
 
-def requests(together: int) -> dict[str, Any]:
+def requests(together: int = 4) -> dict[str, Any]:
     with attacked("--parallel", 4) as server, ThreadPoolExecutor(together) as threads:
         # Written before: that must not take time from the clients, which are measured in this process.
         pending = {name: (path, json.dumps(make()).encode()) for name, (path, make) in attacks().items()}
@@ -147,6 +147,6 @@ PARTS = {
 @case(out=RESULTS / "server_attack.jsonl")
 def main(report: Report, *, parts: Sequence[str] = tuple(PARTS), together: int = 4) -> None:
     """`together`: requests at a time."""
+    functions = PARTS | {"requests": partial(requests, together)}
     for name in parts:
-        load, options = round(os.getloadavg()[0], 1), (together,) if name == "requests" else ()
-        report.line(what=name, load=load, **PARTS[name](*options))
+        report.line(what=name, load=round(os.getloadavg()[0], 1), **functions[name]())

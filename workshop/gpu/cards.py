@@ -14,7 +14,6 @@ import json
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import time
@@ -24,7 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-from workshop.case import ROOT, case
+from workshop.case import ROOT, case, output_of
 from workshop.report import Report
 
 TOO_LONG = 124  # exit code
@@ -59,17 +58,8 @@ def run(arch: str, command: list[str], seconds: float) -> tuple[int, str]:
         stderr=subprocess.STDOUT,
         text=True,
     )
-    try:
-        text, _ = process.communicate(timeout=max(1.0, seconds))
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGINT)  # pytest still says what has passed
-        try:
-            text, _ = process.communicate(timeout=TO_END_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            text, _ = process.communicate()
-        return TOO_LONG, text
-    return process.returncode, text
+    text, _, late = output_of(process, max(1.0, seconds), TO_END_S)
+    return TOO_LONG if late else process.returncode, text
 
 
 def checks(report: Report, arch: str, options: Options) -> None:

@@ -13,7 +13,6 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -24,7 +23,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
-from workshop.case import ROOT, case, environment
+from workshop.case import ROOT, case, environment, output_of
 from workshop.report import Report
 
 CARDS = ("sm_86", "sm_89", "sm_120")
@@ -63,17 +62,10 @@ def run(command: Sequence[str], extra: dict[str, str], seconds: float) -> tuple[
         stderr=subprocess.PIPE,
         text=True,
     )
-    try:
-        out, errors = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGINT)  # doctor then prints what it has
-        try:
-            out, errors = process.communicate(timeout=TO_END_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            out, errors = process.communicate()
+    out, errors, late = output_of(process, seconds, TO_END_S)
+    if late:
         return process.returncode or -1, out, f"{errors}\nnot finished after {seconds:.0f} s"
-    return process.returncode, out, errors
+    return process.returncode, out, errors or ""
 
 
 def last_object(text: str) -> dict[str, Any]:

@@ -52,7 +52,7 @@ class PromptPiece:
 
 class PromptReader:
     def __init__(self, parts: Parts, paging: Paging, *, short: int):
-        """`short`: chunks of so many tokens are processed by decode steps."""
+        """`short`: chunks of at most this many tokens are processed by decode steps."""
         self._target, self._states, self._runner = parts.target, parts.states, parts.runner
         self._drafter, self._prefixes, self._scheduler = parts.drafter, parts.prefixes, parts.scheduler
         self._paging, self._pace = paging, Pace(parts.target.device)

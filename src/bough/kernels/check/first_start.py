@@ -22,7 +22,7 @@ from bough.kernels.runtime.backends import NAMES, OPERATIONS, Backend
 
 log = logging.getLogger(__name__)
 
-_INVALID = (OSError, ValueError, TypeError, KeyError, AttributeError)
+_INVALID = (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError)
 _REPORT = "please send what `bough doctor` with `gpu` prints"
 
 
@@ -91,8 +91,8 @@ def _runs(process: int) -> bool:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except OSError:
-        return True
+    except PermissionError:
+        pass  # somebody else's
     return True
 
 
