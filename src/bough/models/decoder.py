@@ -150,6 +150,7 @@ class Decoder:
         self._head_takes_packed = takes_packed(self._head)
         self._draft_head: Matrix | None = None
         self._frequencies = rope_frequencies(spec, loader, device)
+        self._axes = torch.tensor(spec.rope_axes, device=device)
 
     @classmethod
     def load(
@@ -263,7 +264,7 @@ class Decoder:
         """Return hidden states, packed for the head with `pack`, and features, in `features` if given."""
         check_taps(self.spec, taps)
         context = self._context(step, buffers())
-        x, add = self.embed(step.tokens), None
+        x, add = self._embedded(step), None
         skipped = 0 if tapped is None else max(0, step.rows - tapped)
         if features is None:
             features = torch.empty(*x[:, skipped:].shape[:2], len(taps) * self.spec.width, device=x.device)
@@ -287,8 +288,18 @@ class Decoder:
         _copy_taps(copies, skipped)
         return hidden, features
 
+    def _embedded(self, step: Step) -> Tensor:
+        """Return what enters the first layer [B, T, width]: embeddings of tokens, and rows of images."""
+        x = self.embed(step.tokens)
+        if (images := step.images) is not None:
+            x = x.index_copy(1, images.rows, images.embeddings.to(x.dtype)[None])
+        return x
+
     def _context(self, step: Step, buffers: Buffers) -> ForwardContext:
-        cos, sin = rope_angles(step.positions, self._frequencies)
+        positions = step.rope_positions(buffers.offsets)
+        if step.images is not None:
+            positions = positions[self._axes].movedim(0, -1)  # [B, T, R/2]
+        cos, sin = rope_angles(positions, self._frequencies)
         page = next((b.keys.page for b in buffers.layers if isinstance(b, AttentionBuffers)), 1)
         tables = (buffers.lengths, buffers.page_table, buffers.pending.path, buffers.pending.count)
         ragged = {"first": step.first, "spare_page": buffers.spare_page}

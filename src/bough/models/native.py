@@ -131,6 +131,8 @@ class _Rows:
     hidden: Tensor | None
     logits: Tensor | None
     skipped: int
+    embedded: Tensor | None = None  # [rows, width] of a chunk with images,
+    rope: Tensor | None = None  # and [rows, 3] its positions
 
 
 class NativeDecoder:
@@ -148,6 +150,7 @@ class NativeDecoder:
             self._embedding = loader.packed_matrix("token_embd.weight", spec.vocab_size, spec.width)
         self._layers = (Layer * len(spec.layers))(*(self._layer(loader, i) for i in range(len(spec.layers))))
         self._frequencies = rope_frequencies(spec, loader)
+        self._axes = torch.tensor(spec.rope_axes)
         self._model = self._described(loader, mode)
         self._scratch = torch.empty(
             self.library.c.tf_step_scratch(self._model, self.library.threads), dtype=torch.uint8
@@ -241,7 +244,9 @@ class NativeDecoder:
         slots = step.slots.tolist()
         features = torch.empty(step.tokens.shape[0], count - skipped, len(taps) * self.spec.width)
         parents = None if step.parents is None else step.parents.contiguous()
-        rows = _Rows(step.tokens.contiguous(), parents, features, hidden, logits, skipped)
+        rows = _Rows(
+            step.tokens.contiguous(), parents, features, hidden, logits, skipped, *self._images(step)
+        )
         assert step.first is None or not skipped
         bounds = range(0, (len(slots) + 1) * count, count) if step.first is None else step.first.tolist()
         for slot, (begin, end) in zip(slots, pairwise(bounds), strict=True):
@@ -250,8 +255,16 @@ class NativeDecoder:
                 self._run_slot(slot, rows, range(begin, end), saved, buffers, self._wanted(tuple(taps)))
         if EMBEDDING_TAP in taps:
             place = taps.index(EMBEDDING_TAP) * self.spec.width
-            features[..., place : place + self.spec.width] = self.embed(step.tokens[:, skipped:])
+            embedded = self.embed(step.tokens) if rows.embedded is None else rows.embedded[None]
+            features[..., place : place + self.spec.width] = embedded[:, skipped:]
         return features
+
+    def _images(self, step: Step) -> tuple[Tensor | None, Tensor | None]:
+        """Return what enters the first layer [T, width] and positions [T, 3] of a chunk with images."""
+        if (images := step.images) is None:
+            return None, None
+        rows = self.embed(step.tokens[0]).index_copy(0, images.rows, images.embeddings.float())
+        return rows.contiguous(), images.positions.T.contiguous()
 
     def _run_slot(
         self,
@@ -267,7 +280,7 @@ class NativeDecoder:
         length, pending = int(buffers.lengths.numpy()[slot]), int(counts[slot])
         states, call = self._slot(buffers, slot)
         self._reserve_scores(length + total)
-        call.chunk = rows.parents is None
+        call.chunk, call.offset = rows.parents is None, int(buffers.offsets.numpy()[slot])
         call.parents = None if rows.parents is None else rows.parents.data_ptr() + 8 * span.start
         call.tap = ctypes.addressof(taps)
         # A chunk is cut into pieces, which makes no difference to a row.
@@ -276,6 +289,8 @@ class NativeDecoder:
             call.length = length + start
             call.pending = pending if start == 0 else 0
             call.tokens = rows.tokens.data_ptr() + 8 * (span.start + start)
+            call.rope = None if rows.rope is None else rows.rope[start:].data_ptr()
+            call.embedded = None if rows.embedded is None else rows.embedded[start:].data_ptr()
             call.skipped = min(max(0, rows.skipped - start), call.rows)
             call.taps = len(taps) if call.skipped < call.rows else 0
             call.features = _address(rows.features, saved + max(0, start - rows.skipped))
@@ -397,6 +412,7 @@ class NativeDecoder:
             layers=len(spec.layers),
             eps=spec.eps,
             frequencies=self._keep(self._frequencies),
+            axes=self._axes.data_ptr(),
             norm=self._keep(loader.vector("output_norm.weight", spec.width)),
             embedding=self._embedding.struct,
             head=self._head.struct,

@@ -7,6 +7,7 @@ from bough.errors import UnsupportedModel
 from bough.gguf.reader import GGUFFile
 
 _SOFTMAX = 1  # of expert_gating_func
+_SEEING = ("qwen35", "qwen35moe")  # whose rope takes images, the axes' frequencies interleaved
 
 LayerKind = Literal["attention", "delta"]
 
@@ -84,6 +85,7 @@ class ModelSpec:
     rope_dim: int
     rope_theta: float
     rope_factor: float  # positions are divided by it (linear scaling)
+    rope_sections: tuple[int, ...]  # of frequencies for time, height, width of an image; (): it sees none
     eps: float
     vocab_size: int
     context_length: int
@@ -98,6 +100,13 @@ class ModelSpec:
     @property
     def delta_layers(self) -> int:
         return self.layers.count("delta")
+
+    @property
+    def rope_axes(self) -> list[int]:
+        """Return which of an image's axes turns each pair of a head: 0 time, 1 height, 2 width."""
+        _, height, width = self.rope_sections or (0, 0, 0)
+        ends = (0, 3 * height, 3 * width)
+        return [pair % 3 if pair < ends[pair % 3] else 0 for pair in range(self.rope_dim // 2)]
 
     def kv_bytes_per_token(self, key_row: int, value_row: int) -> int:
         """Return the bytes of a token in the KV cache, from the bytes of a head's key and of its value."""
@@ -164,6 +173,7 @@ class ModelSpec:
             rope_dim=rope_dim,
             rope_theta=keys.positive("rope.freq_base", 10000.0),
             rope_factor=_rope_factor(keys),
+            rope_sections=_rope_sections(keys, rope_dim),
             eps=keys.positive("attention.layer_norm_rms_epsilon"),
             vocab_size=embedding.shape[0],
             context_length=keys.count("context_length"),
@@ -240,6 +250,11 @@ def _rope_factor(keys: _Keys) -> float:
     if kind != "none":
         raise keys.unsupported("rope.scaling.type", "none or linear")
     return 1.0
+
+
+def _rope_sections(keys: _Keys, rope_dim: int) -> tuple[int, ...]:
+    sections = keys.file.get(f"{keys.prefix}.rope.dimension_sections", list, [])[:3]
+    return tuple(sections) if keys.prefix in _SEEING and 2 * sum(sections) == rope_dim else ()
 
 
 def _delta(keys: _Keys) -> DeltaSpec:

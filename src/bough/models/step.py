@@ -36,10 +36,19 @@ def largest_padded(max_rows: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class ImageRows:
+    """The rows of a chunk that are parts of images, and how the chunk's rows are turned by rope."""
+
+    rows: Tensor  # [n] int64
+    embeddings: Tensor  # [n, width], in place of those of tokens
+    positions: Tensor  # [3, T] int64 of all rows of the chunk: time, height, width
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     slots: Tensor  # [S] int64
     tokens: Tensor  # [B, T] int64: B = S, or for ragged rows 1
-    positions: Tensor  # [B, T] int64, absolute
+    positions: Tensor  # [B, T] int64: the row's index in its sequence
     parents: Tensor | None  # [B, T] int64 row of the parent, -1 = the committed text; None for a chunk
     ancestors: Tensor | None  # [B, T] int64, bit j set: row j is this row or above it; None for a chunk
     # [S + 1] int64: rows first[s] to first[s + 1] - 1 are the tree of the slot s, numbered from 0 in parents
@@ -48,6 +57,7 @@ class Step:
     owners: RowOwners | None = None  # of all rows, where they were computed with the rows
     most: int = MAX_ROWS  # rows of one slot, at most
     span: int = 0  # tokens of a chunk's longest sequence, its rows included; 0: the device is asked
+    images: ImageRows | None = None  # of a chunk of one sequence
 
     @property
     def is_chunk(self) -> bool:
@@ -88,6 +98,14 @@ class Step:
         first = torch.nn.functional.pad(sizes.cumsum(0), (1, 0))
         positions = depths + lengths.repeat_interleave(sizes)
         return cls(slots, tokens, positions, parents, ancestors, first)
+
+    def rope_positions(self, offsets: Tensor) -> Tensor:
+        """Return the rows' rope positions [B, T], or [3, B, T] of a chunk with images; offsets [slots]."""
+        if self.images is not None:
+            return self.images.positions[:, None]
+        if self.first is None:
+            return self.positions + offsets[self.slots][:, None]
+        return self.positions + offsets[self.row_owners().slots]
 
     def row_owners(self) -> RowOwners:
         """Return which slot each row belongs to."""
@@ -136,6 +154,7 @@ class Buffers:
     layers: tuple[AttentionBuffers | DeltaBuffers, ...]
     page_table: Tensor  # [slots, pages a slot] int64
     lengths: Tensor  # [slots] int64 committed tokens
+    offsets: Tensor  # [slots] int64: the rope position of the next rows is their index plus this
     pending: Pending
     window: int | None = None  # how far back a tree's rows attend; None: the whole context
     spare_page: int = 0  # where the K and V of padding rows go

@@ -32,7 +32,7 @@ from bough.state.snapshots import SavedPage, SavedSequence, SnapshotStore
 
 log = logging.getLogger(__name__)
 
-_MAGIC = b"Bough snapshot 2\n"
+_MAGIC = b"Bough snapshot 3\n"
 _SUFFIX = ".snapshot"
 _START, _END = struct.Struct("<I"), struct.Struct("<I")  # the header's length; the checksum
 _MAX_HEADER = 1 << 20
@@ -266,6 +266,7 @@ def _header_of(snapshot: Snapshot, identity: str) -> dict[str, Any]:
         "after_answer": snapshot.after_answer,
         "length": state.length,
         "folding": state.pending,
+        "offset": state.offset,
         "page": 0 if not state.pages else _size(state.pages[0].host),
         "tail": _size(state.tail),
         "layers": [[_form(tensor) for tensor in layer] for layer in state.layers],
@@ -339,6 +340,7 @@ def _read_state(
         tail=store.allocate_host_page() if header["tail"] else None,
         layers=[tuple(map(_empty, layer)) for layer in header["layers"]],
         pending=header["folding"],
+        offset=header["offset"],
     )
     try:
         rings = draft and SavedRings(

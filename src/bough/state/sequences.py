@@ -61,6 +61,7 @@ class SequenceStates:
         self._max_rows = max_rows
         self.max_ctx = max_ctx
         self.lengths = [0] * slots  # the host's copy of buffers.lengths
+        self.offsets = [0] * slots  # and of buffers.offsets
         self._free_slots = list(range(slots))
         self.pages = PageAllocator(slots)
         self._keys, self._values = (self._pool(format, 0) for format in (cache.k, cache.v))
@@ -71,6 +72,7 @@ class SequenceStates:
             layers=tuple(self._attention(0) if kind == "attention" else next(deltas) for kind in spec.layers),
             page_table=self._zeros(slots, -(-(max_ctx + max_rows) // PAGE), dtype=torch.int64),
             lengths=self._zeros(slots, dtype=torch.int64),
+            offsets=self._zeros(slots, dtype=torch.int64),
             pending=Pending(
                 path=self._zeros(slots, max_rows, dtype=torch.int64),
                 count=self._zeros(slots, dtype=torch.int64),
@@ -96,6 +98,7 @@ class SequenceStates:
         slot = self._free_slots.pop(0)
         self.lengths[slot] = 0
         self.buffers.lengths[slot] = 0
+        self.set_offset(slot, 0)
         self.buffers.pending.count[slot] = 0
         if self.recurrent is not None:
             self.recurrent.state[:, slot] = 0
@@ -106,6 +109,12 @@ class SequenceStates:
         assert slot not in self._free_slots, f"slot {slot} is free already"
         self.pages.free_slot(slot)
         self._free_slots.append(slot)
+
+    def set_offset(self, slot: int, offset: int) -> None:
+        """Set what the rope positions of a slot's next rows have over their indices: an image has fewer."""
+        if self.offsets[slot] != offset:
+            self.offsets[slot] = offset
+            self.buffers.offsets[slot] = offset
 
     def begin(self, slot: int, pages: list[int], length: int) -> None:
         """Start a fresh slot with `length` tokens in pages that it shares."""

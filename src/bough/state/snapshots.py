@@ -162,6 +162,7 @@ class SavedSequence:
     # Of some delta layers each [layers, ...]: state, window, inputs and gates of pending rows.
     layers: list[tuple[Tensor, ...]]
     pending: int  # accepted rows that the recurrent states do not include yet
+    offset: int = 0  # of rope positions, after images
 
     @property
     def nbytes(self) -> int:
@@ -209,7 +210,7 @@ class SnapshotStore:
         pages = [self._resident.get(index) or self._retain(index) for index in owned[:full]]
         for page in pages:
             page.references += 1
-        return SavedSequence(states.lengths[slot], pages, tail, layers, len(rows))
+        return SavedSequence(states.lengths[slot], pages, tail, layers, len(rows), states.offsets[slot])
 
     def _recurrent_of(self, slot: int, rows: Tensor) -> list[Tensor]:
         """Return the four tensors of `SavedSequence.layers` for groups of layers, copied at a time."""
@@ -247,6 +248,7 @@ class SnapshotStore:
             page.index = index
             self._resident[index] = page
         states.begin(slot, [page.index for page in saved.pages if page.index is not None], saved.length)
+        states.set_offset(slot, saved.offset)
         if saved.tail is not None:
             self._write_page(states.pages.owned[slot][len(saved.pages)], saved.tail)
         pending, count = states.buffers.pending, saved.pending

@@ -41,8 +41,8 @@ class Model(Structure):
         *((name, c_int32) for name in ("width", "ffn", "heads", "kv_heads", "head_dim", "rope_dim")),
         *((name, c_int32) for name in ("interleaved", "gated", "key_heads", "value_heads", "state_dim")),
         *((name, c_int32) for name in ("conv_width", "mode", "layers", "features")),
-        ("eps", c_float), ("frequencies", c_void_p), ("norm", c_void_p), ("embedding", NativeMatrix),
-        ("head", NativeMatrix), ("layer", POINTER(Layer)),
+        ("eps", c_float), ("frequencies", c_void_p), ("axes", c_void_p), ("norm", c_void_p),
+        ("embedding", NativeMatrix), ("head", NativeMatrix), ("layer", POINTER(Layer)),
     ]  # fmt: skip
 
 
@@ -64,7 +64,8 @@ class NativeStep(Structure):
     _fields_ = [
         *((name, c_int32) for name in ("rows", "chunk", "pending", "taps", "skipped")),
         *((name, c_int32) for name in ("page", "pages", "table", "saved")),
-        ("length", c_int64), ("tokens", c_void_p), ("parents", c_void_p), ("page_table", c_void_p),
+        ("length", c_int64), ("offset", c_int64), ("rope", c_void_p), ("embedded", c_void_p),
+        ("tokens", c_void_p), ("parents", c_void_p), ("page_table", c_void_p),
         ("path", c_void_p), ("tap", c_void_p), ("features", c_void_p), ("hidden", c_void_p),
         ("logits", c_void_p),
     ]  # fmt: skip

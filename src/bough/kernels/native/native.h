@@ -35,7 +35,9 @@ typedef struct {
   int32_t mode, layers;
   int32_t features;  // of a draft: columns of `fuse`
   float eps;
-  const float *frequencies, *norm;
+  const float *frequencies;  // [rope_dim / 2]
+  const int64_t *axes;       // [rope_dim / 2] of an image that turn these pairs: time, height, width
+  const float *norm;
   Matrix embedding, head;  // of a draft: none, and `fuse`
   const Layer *layer;
 } Model;
@@ -68,7 +70,9 @@ typedef struct { Cache k, v; float *state, *window, *inputs, *gates; } LayerStat
 typedef struct {
   int32_t rows, chunk, pending, taps, skipped;
   int32_t page, pages, table, saved;  // tokens of a page, pages of the pool, of the table; rows of `inputs`
-  int64_t length;                                     // committed tokens
+  int64_t length, offset;  // committed tokens; of rope positions over indices, after images
+  const int64_t *rope;     // [rows, 3] time, height and width of a chunk with images, or NULL
+  const float *embedded;   // [rows, width] what its rows are instead of their tokens' embeddings
   const int64_t *tokens, *parents, *page_table, *path;  // parents: not of a chunk; path: `pending` accepted rows
   const int32_t *tap;
   float *features;  // [rows - skipped, taps * width] or NULL

@@ -617,10 +617,11 @@ static void feed_forward(Run *run, Worker *worker, const Layer *layer, int index
 
 void tf_embed(const Matrix *m, const int64_t *tokens, int count, float *out);
 
-static void set_angles(Run *run, int r, int64_t position) {
+// `axes`: the row's time, height and width, or NULL.
+static void set_angles(Run *run, int r, int64_t position, const int64_t *axes) {
   int half = run->m->rope_dim / 2;
   for (int i = 0; i < half; i++) {
-    float angle = (float)position * run->m->frequencies[i];
+    float angle = (float)(axes ? axes[run->m->axes[i]] : position) * run->m->frequencies[i];
     run->cos[r * half + i] = cosf(angle);
     run->sin[r * half + i] = sinf(angle);
   }
@@ -633,9 +634,11 @@ static void step_body(void *arg, Worker *worker) {
   for (int r; (r = claim(worker, 1, run->R)) < run->R;) {
     float *x = run->x + (size_t)r * m->width;
     if (run->block) memcpy(x, run->block->in + (size_t)r * m->width, 4 * (size_t)m->width);
+    else if (s->embedded) memcpy(x, s->embedded + (size_t)r * m->width, 4 * (size_t)m->width);
     else tf_embed(&m->embedding, s->tokens + r, 1, x);
     enter(run, r, m->layer[0].norm);
-    set_angles(run, r, run->block ? run->block->length + r : s->length + run->depth[r]);
+    int64_t position = run->block ? run->block->length + r : s->length + s->offset + run->depth[r];
+    set_angles(run, r, position, s->rope ? s->rope + 3 * r : NULL);
   }
   barrier(worker);
   for (int i = 0; i < m->layers; i++) {
@@ -737,7 +740,7 @@ static void append_body(void *arg, Worker *worker) {
   const Matrix *in[2];
   for (int r; (r = claim(worker, 1, run->R)) < run->R;) {
     round_row(run, r, b->in + (size_t)r * m->features, m->features);
-    set_angles(run, r, b->length + r);
+    set_angles(run, r, b->length + r, NULL);
   }
   barrier(worker);
   project(run, worker, (const Matrix *[]){&m->head}, 1, (float *[]){run->x}, (int[]){m->width});

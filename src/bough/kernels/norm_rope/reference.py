@@ -38,8 +38,8 @@ def l2_norm(x: Tensor, eps: float) -> Tensor:
 
 
 def rope_angles(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cos and sin [B, T, 1, R/2] of positions [B, T] and frequencies [R/2]."""
-    angles = positions[..., None] * frequencies
+    """Return cos and sin [B, T, 1, R/2] of positions [B, T], or [B, T, R/2], and frequencies [R/2]."""
+    angles = (positions if positions.ndim == 3 else positions[..., None]) * frequencies
     return angles.cos()[:, :, None], angles.sin()[:, :, None]
 
 
