@@ -1,7 +1,7 @@
 """Encoded images of a request: limits that the header is held against, then decoding to RGB."""
 
 import io
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -96,7 +96,7 @@ def _reader(data: bytes) -> type[Decoder] | None:
 
 
 @contextmanager
-def _refusing(name: str | None, where: str) -> Iterator[None]:
+def _refusing(name: str | None, where: str) -> Generator[None]:
     """Report any failure of a decoder: they raise what their parsers happen to meet."""
     try:
         yield
