@@ -5,7 +5,7 @@ in this package: one that no case launches fails it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from bough.gguf.quants import dequantise
 from bough.gguf.types import QuantType
 from bough.kernels import attention, causal_conv, commit, delta_rule, experts, norm_rope, slot_mapping, tree
+from bough.kernels.attention import PagedContext
 from bough.kernels.attention import cpu as attention_cpu
 from bough.kernels.causal_conv import ConvRows, ConvWeights, DeltaBuffers
 from bough.kernels.causal_conv import reference as conv_reference
@@ -390,41 +391,43 @@ def _attention(shapes: Shapes, random: Random, sizes: Sizes) -> Cases:
         yield "KV cache", name, partial(_cache_write, shapes, random, kv)
 
 
-def _context(shapes: Shapes, random: Random, kv: _Formats, rows: int, length: int) -> tuple[Any, ...]:
-    """Return queries, K and V, page table, lengths and gate after a context whose pages are in any order."""
+def _context(
+    shapes: Shapes, random: Random, kv: _Formats, rows: int, length: int
+) -> tuple[Tensor, Tensor, PagedContext]:
+    """Return queries and gate after a context whose pages are in any order."""
     heads, kv_heads, dim = shapes.heads
     pages = -(-(length + max(rows, _SAVED)) // PAGE)
     keys, values = (random.pool(name, (pages, kv_heads, PAGE), dim) for name in kv)
     q, gate = random.normal(2, 1, rows, heads, dim)
     (lengths,) = _numbers(random, [length])
-    return q, keys, values, random.order(pages)[None], lengths, gate
+    return q, gate, PagedContext(keys, values, random.order(pages)[None], lengths)
 
 
 def _tree_attention(shapes: Shapes, random: Random, kv: _Formats, rows: int, sizes: Sizes) -> Work:
-    *inputs, gate = _context(shapes, random, kv, rows, sizes.context)
+    q, gate, context = _context(shapes, random, kv, rows, sizes.context)
     ancestors = random_trees(rows, device=random.device).ancestors
     heads, _, dim = shapes.heads
     return _function(
         attention.paged_attention,
         attention_cpu.paged_attention,
         2e-2 if "bf16" in kv else 3e-3,
-        *inputs,
-        ancestors,
-        window=shapes.window,
+        q,
+        replace(context, ancestors=ancestors, window=shapes.window),
         gate=gate,
-        read=sum(plane.nbytes for pool in inputs[1:3] for plane in pool.planes),
+        read=sum(plane.nbytes for pool in (context.keys, context.values) for plane in pool.planes),
         flops=4 * rows * heads * dim * sizes.context,
     )
 
 
 def _prompt_attention(shapes: Shapes, random: Random, kv: _Formats, sizes: Sizes) -> Work:
-    *inputs, gate = _context(shapes, random, kv, sizes.chunk, 70)
+    q, gate, context = _context(shapes, random, kv, sizes.chunk, 70)
     (heads, _, dim), span = shapes.heads, sizes.chunk + 70
     return _function(
         attention.chunk_attention,
         attention_cpu.chunk_attention,
         2e-2 if "bf16" in kv else 3e-3,
-        *inputs,
+        q,
+        context,
         span=span,
         gate=gate,
         flops=2 * sizes.chunk * heads * dim * (span + 70),
