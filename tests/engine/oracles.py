@@ -64,7 +64,7 @@ class Oracle(NoDrafter):
         nodes = min(self._budget, max_rows - 1)
         return trimmed(*build_tree(torch.tensor([anchor]), proposal, nodes=nodes))
 
-    def plan_root(self, slot: int) -> bool:
+    def plan_root(self, slots: Sequence[int]) -> bool:
         return False
 
     def _ranked(self, token: int) -> list[int]:
@@ -83,7 +83,7 @@ class RandomTrees(NoDrafter):
         self._rests = False
         self.rested = 0
 
-    def plan_root(self, slot: int) -> bool:
+    def plan_root(self, slots: Sequence[int]) -> bool:
         self._rests = self._choose.random() < 0.7
         return self._rests
 
