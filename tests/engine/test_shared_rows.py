@@ -1,4 +1,4 @@
-"""Rows that several sequences share on the device, over static buffers on a CPU: the text of plain decoding."""
+"""Rows that several sequences share on the device, over static buffers on a CPU: plain decoding's text."""
 
 from collections import Counter
 
