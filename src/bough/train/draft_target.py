@@ -90,6 +90,7 @@ class FeatureReader:
 
     def __init__(self, decoder: Decoder, taps: tuple[int, ...]):
         self._decoder, self._taps = decoder, taps
+        self.device, self.width = decoder.device, len(taps) * decoder.spec.width
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor) -> Tensor:
