@@ -11,6 +11,7 @@ from torch import Tensor
 from bough.config import EngineConfig
 from bough.errors import UsageError
 from bough.gguf.reader import GGUFFile
+from bough.kernels.kv_cache.format import FORMATS
 from bough.memory.device import pick_device
 from bough.memory.estimate import compute_dtype
 from bough.memory.planner import plan_memory
@@ -18,7 +19,7 @@ from bough.models.decoder import Decoder
 from bough.models.spec import ModelSpec
 from bough.models.step import Step
 from bough.models.weights import Progress
-from bough.state.sequences import SequenceStates
+from bough.state.sequences import CacheConfig, SequenceStates
 from bough.text.template import ChatTemplate
 from bough.text.tokenizer import KEY, Tokenizer, TokenType
 
@@ -97,7 +98,13 @@ class FeatureReader:
         """Return the features [B, n, taps * width] of tokens [B, n], each row a text from its beginning."""
         decoder, (batch, length) = self._decoder, tokens.shape
         states = SequenceStates(
-            decoder.spec, max_ctx=length, slots=batch, device=decoder.device, input_dtype=decoder.dtype
+            decoder.spec,
+            max_ctx=length,
+            slots=batch,
+            device=decoder.device,
+            # A GPU's KV cache is in float16 unless told.
+            cache=CacheConfig(FORMATS["f16"], FORMATS["f16"]) if decoder.device.type == "cuda" else None,
+            input_dtype=decoder.dtype,
         )
         slots = torch.tensor([states.open() for _ in range(batch)], device=decoder.device)
         features = []
