@@ -52,3 +52,20 @@ def test_costs_and_gradients_are_those_of_cross_entropy(dtype: torch.dtype):
 def test_kernels_in_the_interpreter_equal_plain_torch():
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     subprocess.run([sys.executable, "-c", KERNELS], env=environment, check=True, timeout=120)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_kernels_on_a_gpu_equal_plain_torch(dtype: torch.dtype):
+    generator = torch.Generator().manual_seed(3)
+    logits = (torch.randn(700, 49_152, generator=generator) * 4).to(dtype)
+    labels = torch.randint(49_152, (700,), generator=generator)
+    labels[:300] = logits[:300].argmax(-1)
+    weights = torch.rand(700, generator=generator) * 8
+    values = logits.cuda()
+    costs, expected = label_costs(values, labels.cuda()), label_costs(logits, labels)
+    assert torch.allclose(costs.cost.cpu(), expected.cost, atol=1e-4)
+    assert torch.equal(costs.right.cpu(), expected.right)
+    to_gradients(values, labels.cuda(), costs.total, weights.cuda())
+    to_gradients(logits, labels, expected.total, weights)
+    assert torch.allclose(values.cpu().float(), logits.float(), atol=5e-3 if dtype == torch.float16 else 1e-5)
