@@ -1,7 +1,9 @@
-"""The shapes and settings of a DFlash, DFlash2 or DSpark checkpoint, in either format. Imports no torch."""
+"""The shapes and settings of a DFlash draft, with any head, in either format. Imports no torch."""
 
+import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, Literal
 
 from bough.errors import ModelFileError, UnsupportedModel
@@ -9,6 +11,8 @@ from bough.gguf.header import TensorInfo, shorten
 from bough.gguf.reader import GGUFFile
 from bough.hub.names import DRAFT_ARCHITECTURES, is_draft_architecture
 from bough.models.spec import ModelSpec
+
+log = logging.getLogger(__name__)
 
 LayerKind = Literal["full", "sliding"]
 _GLOBAL_TENSORS = ("fc", "enc.output_norm", "output_norm")
@@ -21,6 +25,14 @@ _LAYER_CONVOLUTIONS = ("attn_conv_base", "attn_conv_proj", "ffn_conv_base", "ffn
 # What DSpark adds: a score of each token after each other one, and how likely the next is accepted.
 _MARKOV_TENSORS = ("markov_w1.weight", "markov_w2.weight")
 _CONFIDENCE_TENSORS = ("conf_proj.weight", "conf_proj.bias")
+# What a draft adds that refines rows by the token before them: an MLP over candidates, or DSpine's messages.
+_MLP_TENSORS = ("refine_norm.weight", "refine_ug.weight", "refine_ug.bias", "refine_d.weight")
+_INJECTION_TENSORS = (
+    *("refine_message.weight", "refine_receiver.weight", "refine_predecessor.weight"),
+    *("refine_gate.bias", "refine_codes.weight"),
+)
+_LAYER_INJECTIONS = ("refine_readout", "refine_write")
+_REFINED = 16  # candidates of a position that both were trained with
 _SELECTOR_TENSORS = ("selector_predecessor", "selector_successor", "selector_hidden")
 # The target's own are used; some checkpoints contain copies.
 SHARED_TENSORS = ("token_embd.weight", "output.weight")
@@ -34,6 +46,21 @@ _FIXED = {
     "use_swa": False,
     "shift_label": False,
 }
+# Whether rows of a block see only those before them, as z-lab, others and JetSpec spell it.
+_CAUSAL = ("is_causal", "causal", "causal_head")
+# Settings that change nothing here: of training, of the library that wrote the file, or said by the tensors.
+_IDLE = (
+    *("_name_or_path", "attention_bias", "attention_dropout", "auto_map", "bos_token_id", "dtype"),
+    *("eos_token_id", "initializer_range", "max_position_embeddings", "max_window_layers", "model_type"),
+    *("num_anchors", "pad_token_id", "sliding_window", "swa_window_size", "tie_word_embeddings"),
+    *("torch_dtype", "transformers_version", "use_cache", "use_sliding_window"),
+    # Of the heads that tensors show.
+    *("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"),
+    *("architectures", "dflash_config", "dspine_config", "treeflash_config", "transformer_layer_config"),
+    *("selector_rank", "selector_top_k"),
+    *("conv_kernel_size", "conv_group_size"),
+)
+_IDLE_PREFIXES = ("speculators_", "training_")
 _LARGEST = 1 << 30
 _LARGEST_NUMBER = 1e30  # float32 holds it
 _MOST_LAYERS = 256
@@ -62,6 +89,25 @@ class MarkovSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class RefineSpec:
+    """What a head adds that refines a row by the token before it."""
+
+    inner: int  # of the MLP, or of a message
+    rank: int | None = None  # of DSpine's codes; None: an MLP over embeddings
+    candidates: int = _REFINED  # of a position that it scores
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, TensorInfo]) -> "RefineSpec | None":
+        """Return what the tensors show; None: there is no such head."""
+        if (down := tensors.get(_MLP_TENSORS[-1])) is not None:
+            return cls(inner=down.shape[-1])
+        if (codes := tensors.get(_INJECTION_TENSORS[-1])) is None:
+            return None
+        message = tensors.get(_INJECTION_TENSORS[0])
+        return cls(inner=0 if message is None else message.shape[0], rank=codes.shape[-1])
+
+
+@dataclass(frozen=True, slots=True)
 class DraftSpec:
     source: str  # the file, for messages
     layers: tuple[LayerKind, ...]
@@ -85,6 +131,7 @@ class DraftSpec:
     reduced: bool = False  # whether its head has a vocabulary of its own, and a table of the target's ids
     second: SecondSpec | None = None  # of a DFlash2 draft
     markov: MarkovSpec | None = None  # of a DSpark draft
+    refine: RefineSpec | None = None  # of a DSpine draft, or one with an MLP over candidates
     # Whether a row predicts the token after its own position, the anchor's row too; None: by the kind.
     from_anchor: bool | None = None
 
@@ -93,12 +140,25 @@ class DraftSpec:
         """Positions that one call proposes for."""
         return self.block_size if self.from_anchor else self.block_size - 1
 
-    def with_heads(self, tensors: Mapping[str, TensorInfo]) -> "DraftSpec":
-        """Return the spec with the heads that the tensors show: configs do not tell DSpark from DFlash."""
+    def with_heads(self, tensors: Mapping[str, TensorInfo], *, causal: bool | None = None) -> "DraftSpec":
+        """Return the spec with the heads that the tensors show: configs do not tell DSpark from DFlash.
+
+        `causal` overrides the file: messages of DSpine go from row to row of a block that is causal.
+        """
         if (ids := tensors.get(OWN_IDS)) is not None and not self.reduced:
             size = self.draft_vocab_size or ids.elements
-            return replace(self, draft_vocab_size=size, reduced=True).with_heads(tensors)
+            return replace(self, draft_vocab_size=size, reduced=True).with_heads(tensors, causal=causal)
         table = tensors.get(_MARKOV_TENSORS[0])
+        if table is None and self.second is None and (refine := RefineSpec.of(tensors)) is not None:
+            if self.reduced or self.from_anchor:
+                raise UnsupportedModel(
+                    f"{self.source}: the draft refines rows by the token before them and has "
+                    f"{'a vocabulary of its own' if self.reduced else 'sample_from_anchor'}, needed neither"
+                )
+            if refine.rank is not None and causal is None:
+                causal = True
+            kinds = self.causal if causal is None else (causal,) * len(self.layers)
+            return replace(self, refine=refine, causal=kinds, from_anchor=False)
         if table is None:
             if self.from_anchor:
                 raise UnsupportedModel(
@@ -149,6 +209,11 @@ class DraftSpec:
             names |= {name.removesuffix(".weight") for name in names if "_conv_base" in name}
         if self.markov is not None:
             names |= {*_MARKOV_TENSORS, *_CONFIDENCE_TENSORS}
+        if self.refine is not None:
+            names |= {*(_MLP_TENSORS if self.refine.rank is None else _INJECTION_TENSORS)}
+        if self.refine is not None and self.refine.rank is not None:
+            layers = range(len(self.layers))
+            names |= {f"blk.{layer}.{name}.weight" for layer in layers for name in _LAYER_INJECTIONS}
         shape, prefix = (target.vocab_size, target.width), ()
         if self.reduced:
             names |= {OWN_IDS, _OWN_HEAD}
@@ -177,21 +242,19 @@ class DraftSpec:
         keys = _Settings(source, {**backbone, **values})
         _check_architecture(keys)
         for key, needed in _FIXED.items():
-            if keys.values.get(key) not in (None, needed):
+            if keys.get(key) not in (None, needed):
                 raise UnsupportedModel(f"{source}: {key} is {shorten(keys.values[key])}, needed {needed!r}")
         if (trained := keys.optional("num_target_layers")) not in (None, target_depth):
             raise _mismatch(source, "num_target_layers", trained, f"the target's layers, {target_depth}")
         depth = keys.whole("num_hidden_layers", high=_MOST_LAYERS)
         layers = _config_layers(keys, depth)
         heads, width = keys.whole("num_attention_heads"), keys.whole("hidden_size")
-        if causal is None:
-            causal = keys.flag("is_causal")
-        if causal is None:
-            causal = keys.flag("causal")
+        for key in _CAUSAL:
+            causal = keys.flag(key) if causal is None else causal
         taps = keys.layer_ids("target_layer_ids")
         if taps is None and (after := keys.layer_ids("aux_hidden_state_layer_ids", low=1)) is not None:
             taps = [layer - 1 for layer in after]
-        return cls(
+        spec = cls(
             source=source,
             layers=layers,
             causal=_causality(layers, causal),
@@ -214,6 +277,8 @@ class DraftSpec:
             second=_second(keys, "") if config.get("architectures") == [DRAFT_ARCHITECTURES[1]] else None,
             from_anchor=keys.flag("sample_from_anchor"),
         )
+        keys.report_others(_CAUSAL)
+        return spec
 
     @classmethod
     def from_gguf(
@@ -252,7 +317,7 @@ class DraftSpec:
         mask = "tokenizer.ggml.mask_token_id"
         if mask not in file.metadata and "dflash.mask_token_id" in file.metadata:
             mask = "dflash.mask_token_id"  # in files from before June 2026
-        return cls(
+        spec = cls(
             source=source,
             layers=layers,
             causal=_causality(layers, keys.flag("dflash.attention.causal") if causal is None else causal),
@@ -271,6 +336,8 @@ class DraftSpec:
             second=_second(keys, "dflash.") if "dflash.selector_rank" in file.metadata else None,
             from_anchor=keys.flag("dflash.sample_from_anchor"),
         )
+        keys.report_others(("dflash.attention.causal", "dflash.context_length", *fixed), "dflash.")
+        return spec
 
     def __post_init__(self) -> None:
         faults = [
@@ -297,6 +364,12 @@ class DraftSpec:
                 raise UnsupportedModel(f"{self.source}: {key} is {seen}, needed {needed}")
 
 
+@cache
+def _warn_once(text: str) -> None:
+    """Files are read more than once: for a plan, for the weights."""
+    log.warning("%s: if it accepts less than expected, this may be why", text)
+
+
 def _mismatch(source: str, key: str, seen: Any, needed: str) -> UnsupportedModel:
     return UnsupportedModel(
         f"{source}: the draft does not fit the target: {key} is {seen}, needed {needed}",
@@ -320,7 +393,7 @@ def default_taps(target_depth: int, draft_depth: int) -> list[int]:
 
 
 def _check_architecture(keys: "_Settings") -> None:
-    names = keys.values.get("architectures")
+    names = keys.get("architectures")
     if names is None or names == []:
         return
     if type(names) is not list or not is_draft_architecture(names[0]):
@@ -342,7 +415,7 @@ def _second(keys: "_Settings", prefix: str) -> SecondSpec:
 
 
 def _config_layers(keys: "_Settings", depth: int) -> tuple[LayerKind, ...]:
-    kinds = keys.values.get("layer_types")
+    kinds = keys.get("layer_types")
     if kinds is None:
         slides = keys.flag("use_sliding_window") and keys.optional("sliding_window")
         first = keys.whole("max_window_layers", _WINDOW_FROM, low=0) if slides else depth
@@ -360,10 +433,10 @@ def _config_rope(keys: "_Settings") -> float:
     theta = keys.number("rope_theta", 10000.0)
     for key in ("rope_scaling", "rope_parameters"):
         rope = _Settings(f"{keys.source}: {key}", _of_all_layers(keys.table(key)))
-        kind = rope.values.get("rope_type", rope.values.get("type", "default"))
+        kind = rope.get("rope_type", rope.get("type", "default"))
         if kind != "default":
             raise UnsupportedModel(f"{rope.source}: rope_type is {shorten(kind)}, needed 'default'")
-        partial = rope.values.get("partial_rotary_factor") not in (None, 1)
+        partial = rope.get("partial_rotary_factor") not in (None, 1)
         if partial or any(isinstance(value, dict) for value in rope.values.values()):
             seen = shorten(dict(rope.values))
             raise UnsupportedModel(
@@ -384,7 +457,7 @@ def _gguf_layers(keys: "_Settings", depth: int) -> tuple[tuple[LayerKind, ...], 
     """Return the kinds of the layers and the window of the sliding ones."""
     window = keys.whole("dflash.attention.sliding_window", 0, low=0)
     key = "dflash.attention.sliding_window_pattern"
-    pattern = keys.values.get(key)
+    pattern = keys.get(key)
     if pattern is None and not window:
         return ("full",) * depth, 0
     if type(pattern) is not list or len(pattern) != depth or any(type(flag) is not bool for flag in pattern):
@@ -405,9 +478,27 @@ class _Settings:
 
     source: str
     values: Mapping[str, Any]
+    read: set[str] = field(default_factory=set)  # keys that were asked for
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.read.add(key)
+        return self.values.get(key, default)
+
+    def report_others(self, known: tuple[str, ...] = (), prefix: str = "") -> None:
+        """Warn of settings with a value that were not read: they may change what the draft computes."""
+        others = [
+            key
+            for key, value in self.values.items()
+            if key.startswith(prefix) and value is not None and value is not False and value != {}
+            if key not in self.read and key not in known
+            if key.removeprefix(prefix) not in _IDLE and not key.startswith(_IDLE_PREFIXES)
+        ]
+        if others:
+            names = ", ".join(shorten(key) for key in sorted(others))
+            _warn_once(f"{self.source}: the draft's settings {names} are not known here and not used")
 
     def whole(self, key: str, default: int | None = None, *, low: int = 1, high: int = _LARGEST) -> int:
-        value: Any = self.values.get(key)
+        value: Any = self.get(key)
         if value is None:
             value = default
         if type(value) is not int or not low <= value <= high:
@@ -415,10 +506,10 @@ class _Settings:
         return value
 
     def optional(self, key: str) -> int | None:
-        return None if self.values.get(key) is None else self.whole(key)
+        return None if self.get(key) is None else self.whole(key)
 
     def number(self, key: str, default: float | None = None, *, zero: bool = False) -> float:
-        value: Any = self.values.get(key)
+        value: Any = self.get(key)
         if value is None:
             value = default
         numeric = isinstance(value, int | float) and not isinstance(value, bool)
@@ -427,13 +518,13 @@ class _Settings:
         raise self.bad(key, f"a number {'from' if zero else 'above'} 0 to {_LARGEST_NUMBER:g}")
 
     def flag(self, key: str) -> bool | None:
-        value = self.values.get(key)
+        value = self.get(key)
         if value is not None and type(value) is not bool:
             raise self.bad(key, "true or false")
         return value
 
     def layer_ids(self, key: str, *, low: int = 0) -> list[int] | None:
-        value = self.values.get(key)
+        value = self.get(key)
         if value is None:
             return None
         sound = type(value) is list and 0 < len(value) <= _MOST_LAYERS
@@ -442,7 +533,7 @@ class _Settings:
         return value
 
     def table(self, key: str) -> Mapping[str, Any]:
-        value = self.values.get(key)
+        value = self.get(key)
         if value is None:
             return {}
         if not isinstance(value, dict):
@@ -450,6 +541,6 @@ class _Settings:
         return value
 
     def bad(self, key: str, needed: str) -> ModelFileError:
-        value = self.values.get(key)
+        value = self.get(key)
         seen = "missing" if value is None else shorten(value)
         return ModelFileError(f"{self.source}: {key} is {seen}, needed {needed}")
