@@ -83,6 +83,15 @@ class _Text:
         self.asked = self.report = None
         self.copied = ([], 0.0) if turn.max_rows == 1 else self._allowed(turn)
 
+    def was_asked(self, call: int) -> bool:
+        """Return whether a draft call for several asked for this text."""
+        return self.asked is not None and self.asked[0] == call
+
+    def ask(self, turn: Turn, *, chain: bool) -> Ask:
+        """Return its part of a draft call; where trees are chains, no lookup is among the candidates."""
+        copied, score = self.copied
+        return Ask(turn.slot, turn.anchor, [] if chain else copied, score)
+
     def looked_up(self) -> tuple[list[int], float]:
         """Return what followed the last tokens earlier in the text, and each one's log probability."""
         return self.lookup.propose(self.lessons.depth) if self.copies else ([], 0.0)
@@ -224,9 +233,9 @@ class Speculator:
             text = self._texts[turn.slot]
             if text.position != turn.position:  # it was not there when the draft was called
                 text.begin_turn(turn)
-            text.plan = self._planned if self._was_asked(text) else PLAIN
+            text.plan = self._planned if text.was_asked(self._calls) else PLAIN
         reads = self._on_host or any(turn.shown or turn.constraint is not None for turn in turns)
-        if any(self._was_asked(self._texts[turn.slot]) for turn in turns) and not reads:
+        if any(self._texts[turn.slot].was_asked(self._calls) for turn in turns) and not reads:
             return self._shared(turns, prompts)
         self._size, read = 0, [len(piece.tokens) for piece in prompts]
         reports = self._call.reports() if self._asked else []
@@ -235,7 +244,7 @@ class Speculator:
         return [self._tree(turn, count) for turn, count in zip(turns, rows, strict=True)]
 
     def observe(self, outcomes: Mapping[int, StepOutcome], prompts: Sequence[int] = ()) -> None:
-        reports = cache(lambda: self._reports())
+        reports = cache(lambda: cache(partial(self._call.read, self._call.report())))  # read once, and later
         for slot, outcome in outcomes.items():
             text = self._texts[slot]
             if not self._alone:
@@ -266,10 +275,6 @@ class Speculator:
     def examine(self, tokens: Sequence[int]) -> str | None:
         return self._watch.examine(tokens)
 
-    def _reports(self) -> Callable[[], list[DraftReport]]:
-        """Return what reads the reports of the last draft call, which the device has finished."""
-        return cache(partial(self._call.read, self._call.report()))
-
     def _note_lesson(
         self, text: _Text, outcome: StepOutcome, reports: Callable[[], Callable[[], list[DraftReport]]]
     ) -> None:
@@ -284,14 +289,6 @@ class Speculator:
             self._lessons.add(text.lessons, outcome, lambda: CalledDraft(call, read()[index], plan))
         if self._alone and not plan.draft:
             self._lessons.learn()
-
-    def _asks(self, turns: Sequence[Turn]) -> list[Ask]:
-        """Return the parts of a draft call; where trees are chains, no lookup is among the candidates."""
-        copied = [self._texts[turn.slot].copied for turn in turns]
-        return [
-            Ask(turn.slot, turn.anchor, [] if self._config.chain else tokens, score)
-            for turn, (tokens, score) in zip(turns, copied, strict=True)
-        ]
 
     def _call_once(self) -> None:
         """Call the draft for the text that was begun last, to see what that takes."""
@@ -326,7 +323,9 @@ class Speculator:
             # Of a larger tree the constraint leaves enough.
             nodes = None if turn.constraint is None else min(_CONSTRAINED * self._config.budget, MAX_ROWS - 1)
             self._call = self._draft_calls[plan.mix, plan.compares]
-            self._call(self._asks([turn]), nodes=nodes, short=text.policy.rows_are_dear)
+            self._call(
+                [text.ask(turn, chain=self._config.chain)], nodes=nodes, short=text.policy.rows_are_dear
+            )
             self._lessons.learn()  # while the device is busy
             return
         waits = copied or text.lessons.watched or text.lessons.compared
@@ -375,7 +374,8 @@ class Speculator:
             self._texts[turn.slot].asked = (self._calls, index)
         if asked:
             self._call = self._draft_calls[self._planned.mix, self._planned.compares]
-            self._call(self._asks(asked), short=self._policy.rows_are_dear)
+            asks = [self._texts[turn.slot].ask(turn, chain=self._config.chain) for turn in asked]
+            self._call(asks, short=self._policy.rows_are_dear)
         self._lessons.learn()  # while the device is busy
 
     def _observe_shared_costs(self, outcomes: Mapping[int, StepOutcome], prompts: Sequence[int]) -> None:
@@ -419,10 +419,6 @@ class Speculator:
         since = text.policy.since_draft
         return Offer(text.expected, len(copied), math.exp(score), max_rows, since, turn.slot)
 
-    def _was_asked(self, text: _Text) -> bool:
-        """Return whether the last draft call for several asked for this text."""
-        return text.asked is not None and text.asked[0] == self._calls
-
     def _shared(self, turns: Sequence[Turn], prompts: Sequence[Piece]) -> SharedTrees:
         """Share the rows of a step on the device: how many there are is decided from expectations."""
         offers, parts = [], []
@@ -431,7 +427,7 @@ class Speculator:
             (copied, score), policy = text.copied, text.policy
             most = min(turn.max_rows, self._config.budget + 1)
             offers.append(Offer(text.expected or policy.expected(), len(copied), math.exp(score), most, 0))
-            if self._was_asked(text):
+            if text.was_asked(self._calls):
                 parts.append(SharedPart(turn.slot, most, policy.kept_promises))
             else:
                 chain = Tree.chain([turn.anchor, *copied][:most]) if copied else Tree.root(turn.anchor)
@@ -439,14 +435,14 @@ class Speculator:
         for piece in prompts:
             rows = len(piece.tokens)
             parts.append(SharedPart(piece.slot, rows, tree=Tree.chain(piece.tokens), given=True))
-        asked = [self._was_asked(self._texts[turn.slot]) for turn in turns]
+        asked = [self._texts[turn.slot].was_asked(self._calls) for turn in turns]
         self._size = self._sharing.planned_size(offers, asked, [len(piece.tokens) for piece in prompts])
         return self._device_sharing(parts, self._size)
 
     def _weights(self, turn: Turn, reports: list[DraftReport]) -> np.ndarray:
         """Return the expected gains of a text's rows below the root."""
         text = self._texts[turn.slot]
-        if reports and text.asked is not None and self._was_asked(text):
+        if reports and text.asked is not None and text.was_asked(self._calls):
             report = reports[text.asked[1]]
             if turn.constraint is not None:
                 report = report.only(turn.constraint.kept(report.tokens, report.parents))
