@@ -192,7 +192,7 @@ def test_a_conversation_with_another_model_says_so(bough, tmp_path):
 def test_a_picture_is_sent_as_a_data_url(bough, tmp_path):
     data = encoded(quarters(), "PNG")
     (tmp_path / "a.png").write_bytes(data)
-    with ChatServer(echo) as server:
+    with ChatServer(lambda _: ["yes"]) as server:
         result = bough("chat", "--url", server.url, stdin=f"/image {tmp_path}/a.png\nlook\n")
     assert result.exit_code == 0, result.stderr
     image, text = server.requests[0]["messages"][0]["content"]

@@ -264,8 +264,9 @@ def _content(content: Any, index: int) -> tuple[Any, tuple[ImageFile, ...]]:
     if not isinstance(content, list):
         return content, ()
     [message] = with_images([{"content": content}], ImageLimits(images=len(content)))
-    texts = [part for part in message["content"] if isinstance(part, dict) and "image" not in part]
-    if not all(isinstance(part.get("text"), str) for part in texts) or len(texts) > 1:
+    texts = [part for part in message["content"] if not isinstance(part, dict) or "image" not in part]
+    sound = all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in texts)
+    if not sound or len(texts) > 1:
         raise UsageError(f"messages[{index}].content is {texts!r}; needs a text and images")
-    images = [part["image"] for part in message["content"] if part not in texts]
+    images = [part["image"] for part in message["content"] if isinstance(part, dict) and "image" in part]
     return "".join(part["text"] for part in texts), tuple(images)
