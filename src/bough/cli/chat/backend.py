@@ -32,6 +32,8 @@ class Backend(Protocol):
     def about(self) -> str: ...  # where it runs and how much it holds, as far as is known
     @property
     def breakable(self) -> bool: ...  # a reply may be abandoned at any moment, without a request to stop
+    @property
+    def sees(self) -> bool: ...  # images, as far as is known
     def check(self, settings: ChatSettings) -> None:
         """Raise UsageError for settings that cannot be honoured."""
         ...
@@ -67,6 +69,10 @@ class LocalBackend:
     @property
     def about(self) -> str:
         return summary(self._session, drafted=self._drafted, speculating=self._speculating)
+
+    @property
+    def sees(self) -> bool:
+        return self._session.images is not None
 
     def check(self, settings: ChatSettings) -> None:
         if settings.thinking is not None and not self._session.template.supports_thinking:
