@@ -40,6 +40,10 @@ class LocalBackend:
     def about(self) -> str:
         return summary(self._session, drafted=self._drafted, speculating=self._speculating)
 
+    @property
+    def sees(self) -> bool:
+        return self._session.images is not None
+
     def check(self, settings: ChatSettings) -> None:
         """Raise UsageError for settings that cannot be honoured."""
         if settings.thinking is not None and not self._session.template.supports_thinking:

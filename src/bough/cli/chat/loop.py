@@ -16,6 +16,7 @@ from bough.cli.chat.screen import PlainReply, TerminalReply, on_terminal
 from bough.cli.interrupt import Interrupt
 from bough.cli.streams import OutputFailed
 from bough.errors import BoughError, PromptTooLong, UsageError
+from bough.images.opening import ImageFile
 from bough.session.collected import GeneratedOutput
 
 LEAVING = ("exit", "quit", "bye")  # alone in a line, as in other programs
@@ -48,6 +49,7 @@ class Chat:
         self.settings = settings
         self.screen = screen
         self.attachments: list[tuple[str, str]] = []  # names and texts, for the next message
+        self.images: list[ImageFile] = []  # for the next message, too
         self.path = path  # where it was last saved or loaded
         self.ended: ReplyEnd | None = None
         self._last: LastReply | None = None
@@ -166,13 +168,14 @@ class Chat:
             raise EOFError
         if slash_commands.run(self, line):
             return
-        message = Message("user", self._with_files(line))
+        message = Message("user", self._with_files(line), images=tuple(self.images))
         self.conversation.messages.append(message)
         try:
             self._answer(self._seed())
         finally:
             if self.answered:
                 self.attachments.clear()
+                self.images.clear()
             else:
                 self.conversation.undo()
 
