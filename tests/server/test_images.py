@@ -298,6 +298,7 @@ def test_bytes_of_images_are_not_logged(post: httpx2.Client, caplog: Any) -> Non
             post.post("/api/generate", json={"prompt": "a", "images": [secret], "raw": True}),
         ]
     assert all(answer.status_code == 400 for answer in answers)
+    assert "POST /api/generate · 400 · images is of type str; needs a list" in caplog.text
     assert secret[:20] not in caplog.text + "".join(answer.text for answer in answers)
 
 
