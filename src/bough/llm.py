@@ -32,7 +32,7 @@ from bough.images.parts import has_images
 from bough.session.collected import GeneratedOutput
 from bough.session.folders import costs_file
 from bough.session.loading import load_session
-from bough.session.pairing import AUTO, LOOKUP, MTP, NONE, NamedDraft, card_of, draft_at_hand
+from bough.session.pairing import AUTO, NONE, NamedDraft, card_of, plan_draft
 from bough.session.requests import (
     Grammar,
     Text,
@@ -580,23 +580,15 @@ def find_draft(
 ) -> tuple[SpecConfig | None, DraftConfig | None]:
     """Return how tokens are proposed, and the draft; fetch: one that is listed and not here."""
     name = NONE if draft is None else str(draft)
-    name = environment().draft or AUTO if name == AUTO else name
-    if name == NONE:
-        return None, None
-    named = NamedDraft.read(name)
-    name = named.name
-    speculation = SpecConfig(budget=card.budget if card else SpecConfig().budget, mtp=named.mtp)
-    if name in (MTP, LOOKUP):
-        return speculation, None
-    if name != AUTO:
-        return speculation, DraftConfig(resolve_draft(name, offline=not fetch))
-    path = draft_at_hand(target, card)
-    if path is None and card is not None and card.draft is not None:
+    named = NamedDraft.read(environment().draft or AUTO if name == AUTO else name)
+    plan = plan_draft(named, target, card, resolve=partial(resolve_draft, offline=not fetch))
+    path = plan.path
+    if card is not None and plan.missing is not None:
         if fetch:
-            path = fetch_draft(card.draft)
+            path = fetch_draft(plan.missing)
         else:
             log.warning("the draft of %s is not on this machine: bough pull %s", card.title, card.name)
-    return speculation, None if path is None else DraftConfig(path)
+    return plan.config, None if path is None else DraftConfig(path)
 
 
 class _Counter:

@@ -11,8 +11,8 @@ from bough.cli.chat import conversation as saved
 from bough.cli.chat import slash_commands
 from bough.cli.chat.backend import Backend, ModelSource, ReplyEnd
 from bough.cli.chat.conversation import ChatSettings, Conversation, Message
-from bough.cli.chat.input import Keyboard, Lines, Source, history_file, unechoed
-from bough.cli.chat.screen import ChatReply, PlainReply, TerminalReply, on_terminal
+from bough.cli.chat.input import Keyboard, Lines, history_file, unechoed
+from bough.cli.chat.screen import PlainReply, TerminalReply, on_terminal
 from bough.cli.interrupt import Interrupt
 from bough.cli.streams import OutputFailed
 from bough.errors import BoughError, PromptTooLong, UsageError
@@ -65,7 +65,7 @@ class Chat:
 
     def run(self) -> int:
         """Run until the user leaves; return the exit code."""
-        source: Source = Lines()
+        source: Lines | Keyboard = Lines()
         if self._terminal:
             source = Keyboard(history_file(), slash_commands.complete)
             self.screen.note(f"{self.backend.name} · {self.backend.about}")
@@ -78,7 +78,7 @@ class Chat:
             except EOFError:
                 return self._exit_code
 
-    def _turn(self, source: Source) -> None:
+    def _turn(self, source: Lines | Keyboard) -> None:
         """Read one line and handle it; show errors that do not end the chat."""
         try:
             if self._terminal:
@@ -197,7 +197,7 @@ class Chat:
 
     def _answer(self, seed: int) -> None:
         """Stream a reply and append it to the conversation, incomplete if it was interrupted."""
-        reply: ChatReply = TerminalReply() if self._terminal else PlainReply(quiet=self._quiet)
+        reply = TerminalReply() if self._terminal else PlainReply(quiet=self._quiet)
         stop = Interrupt(patience_s=0 if self.backend.breakable else None)
         received, ended = GeneratedOutput(), None
         failure: BoughError | None = None
