@@ -37,26 +37,20 @@ Pick = Callable[[list[tuple[str, int]]], tuple[str, ...]]
 
 
 class FetchProgress(Protocol):
-    """Receives the progress of a download, in bytes."""
-
-    def downloading(self, name: str, done: int, total: int) -> None: ...
-
-    def checking(self, name: str, done: int, total: int) -> None: ...
-
-    def notice(self, text: str) -> None: ...
-
-
-class Silent:
-    """Discards progress."""
+    """Receives the progress of a download, in bytes; what a subclass leaves as it is, it discards."""
 
     def downloading(self, name: str, done: int, total: int) -> None:
-        pass
+        return
 
     def checking(self, name: str, done: int, total: int) -> None:
-        pass
+        return
 
     def notice(self, text: str) -> None:
-        pass
+        return
+
+
+class Silent(FetchProgress):
+    pass
 
 
 @dataclass(frozen=True, slots=True)
