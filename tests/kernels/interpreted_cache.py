@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from bough.kernels.attention import PagedContext
 from bough.kernels.attention import cpu as attention
 from bough.kernels.attention import triton_kernels as attention_kernel
-from bough.kernels.attention.reference import ordered_attention
 from bough.kernels.kv_cache import triton_kernels
 from bough.kernels.kv_cache.format import FORMATS, HeadPool
 from bough.kernels.kv_cache.reference import decode, unpack
@@ -52,11 +52,11 @@ def check_attention(
     pools = [filled(name, (pages, heads, page), dim, used) for name in formats]
     step = tree_of(rows, len(lengths))
     committed = torch.tensor(lengths)
-    cache = (*pools, table, committed, step.ancestors)
+    context = PagedContext(*pools, table, committed, step.ancestors, window=window)
     q = torch.randn(len(lengths), rows, heads * group, dim)
     gate = torch.randn(len(lengths), rows, heads * group, 2 * dim)[..., dim:]
-    found = attention_kernel.paged_attention(q, *cache, window=window, gate=gate)
-    close(found, attention.paged_attention(q, *cache, window=window, gate=gate), tolerance)
+    found = attention_kernel.paged_attention(q, context, gate=gate)
+    close(found, attention.paged_attention(q, context, gate=gate), tolerance)
 
 
 @pytest.mark.parametrize("pair", list(itertools.product(FORMATS, FORMATS)), ids="/".join)
@@ -116,10 +116,11 @@ def test_a_window_reads_no_page_outside_of_it(monkeypatch: pytest.MonkeyPatch) -
     pools = [HeadPool(FORMATS["f32"], dim, pool, None) for pool in (keys, values)]
     step, committed = tree_of(4, 1), torch.tensor([length])
     q = torch.randn(1, 4, 1, dim)
-    cache = (table, committed, step.ancestors)
-    found = attention_kernel.paged_attention(q, *pools, *cache, window=window)
+    context = PagedContext(*pools, table, committed, step.ancestors, window=window)
+    found = attention_kernel.paged_attention(q, context)
     cleaned = [HeadPool(FORMATS["f32"], dim, pool.nan_to_num(), None) for pool in (keys, values)]
-    close(found, attention.paged_attention(q, *cleaned, *cache, window=window))
+    context = PagedContext(*cleaned, table, committed, step.ancestors, window=window)
+    close(found, attention.paged_attention(q, context))
 
 
 @pytest.mark.parametrize(
@@ -141,12 +142,13 @@ def test_a_row_has_the_bits_that_it_has_after_its_path_was_committed(
     pools = [filled(name, (pages, 1, page), dim, torch.ones(pages, dtype=torch.bool)) for name in pair]
     table, q, step = torch.randperm(pages), torch.randn(1, rows, group, dim), tree_of(rows, 1)
     assert step.ancestors is not None
-    tree = (table[None], torch.tensor([length]), step.ancestors)
-    found = attention_kernel.paged_attention(q, *pools, *tree, window=window)
-    close(found, ordered_attention(q, *pools, *tree, window=window), TOLERANCE)
+    context = PagedContext(*pools, table[None], torch.tensor([length]), step.ancestors, window=window)
+    found = attention_kernel.paged_attention(q, context)
+    close(found, attention.paged_attention(q, context), TOLERANCE)
     for row, moved, position in roots(pools, table, length, step.ancestors[0]):
-        own = (table[None], position, torch.ones(1, 1, dtype=torch.int64))
-        alone = attention_kernel.paged_attention(q[:, row : row + 1], *moved, *own, window=window)
+        root = torch.ones(1, 1, dtype=torch.int64)
+        context = PagedContext(*moved, table[None], position, root, window=window)
+        alone = attention_kernel.paged_attention(q[:, row : row + 1], context)
         assert torch.equal(alone[0, 0], found[0, row]), row
 
 
@@ -162,16 +164,16 @@ def test_sequences_may_have_different_numbers_of_rows(monkeypatch: pytest.Monkey
     # Padding rows after the last sequence, whatever they hold.
     padded, gates = (torch.cat([part, torch.full((2, 10, dim), torch.nan)]) for part in (q, gate))
     seen = torch.cat([bits, torch.ones(2, dtype=torch.int64)])
-    found = attention_kernel.ragged_attention(padded, *pools, table, committed, seen, first, gate=gates)
+    context = PagedContext(*pools, table, committed, seen[None], first)
+    (found,) = attention_kernel.paged_attention(padded[None], context, gate=gates[None])
     assert bool((found[-2:].nan_to_num() == 0).all())
-    close_to = attention.paged_attention(
-        q[None], *pools, table, committed, bits[None], first, gate=gate[None]
-    )
+    context = PagedContext(*pools, table, committed, bits[None], first)
+    close_to = attention.paged_attention(q[None], context, gate=gate[None])
     assert float((found[:-2] - close_to[0]).norm() / close_to.norm()) < 1e-3
     for item, tree in enumerate(trees):
         rows = slice(int(first[item]), int(first[item + 1]))
-        cache = (*pools, table[item : item + 1], committed[item : item + 1], tree)
-        alone = attention_kernel.paged_attention(q[None, rows], *cache, gate=gate[None, rows])
+        context = PagedContext(*pools, table[item : item + 1], committed[item : item + 1], tree)
+        alone = attention_kernel.paged_attention(q[None, rows], context, gate=gate[None, rows])
         assert torch.equal(found[rows], alone[0])
 
 
