@@ -1,5 +1,6 @@
 """Random inputs of the kernels at the shapes of a 27B hybrid, for tests and timing scripts."""
 
+import os
 from collections.abc import Callable
 from types import ModuleType
 
@@ -27,8 +28,9 @@ from bough.kernels.runtime.device import usable
 from tests.kernels.delta_layer import copied
 from tests.kernels.pools import filled
 
-# A CPU serves only to try the inputs themselves: the tests skip there.
-DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+# On a CPU only tests that are marked so run, in Triton's interpreter.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() and not INTERPRETED else torch.device("cpu")
 # Whether the card, or the one that it acts as, runs the CUDA C++ kernels.
 CUDA_KERNELS = DEVICE.type == "cuda" and usable(DEVICE)
 CONV_KERNELS, DELTA_KERNELS = (conv_cuda, delta_cuda) if CUDA_KERNELS else (conv_triton, delta_triton)

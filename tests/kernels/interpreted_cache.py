@@ -1,27 +1,20 @@
-"""The Triton kernels that write and read the cache against their references."""
+"""The Triton kernel of attention over the KV cache against its reference."""
 
 import itertools
 
 import pytest
 import torch
-from torch import Tensor
 
 from bough.kernels.attention import PagedContext
 from bough.kernels.attention import cpu as attention
 from bough.kernels.attention import triton_kernels as attention_kernel
-from bough.kernels.kv_cache import triton_kernels
 from bough.kernels.kv_cache.format import FORMATS, HeadPool
-from bough.kernels.kv_cache.reference import decode, unpack
-from bough.kernels.kv_cache.rotation import rotate_back
-from bough.kernels.norm_rope import reference as norm
 from tests.kernels.interpreted_layers import close, poisoned, tree_of
 from tests.kernels.paths import roots
 from tests.kernels.pools import filled
 
 __all__ = ["poisoned"]
 
-CPU = torch.device("cpu")
-QUANTISED = [name for name, format in FORMATS.items() if format.quantised]
 # Relative, of matmuls in float16.
 TOLERANCE = 8e-4
 
@@ -175,80 +168,3 @@ def test_sequences_may_have_different_numbers_of_rows(monkeypatch: pytest.Monkey
         context = PagedContext(*pools, table[item : item + 1], committed[item : item + 1], tree)
         alone = attention_kernel.paged_attention(q[None, rows], context, gate=gate[None, rows])
         assert torch.equal(found[rows], alone[0])
-
-
-def write(
-    implementation, pair: tuple[str, str], q: Tensor, k: Tensor, v: Tensor, factor: Tensor | None, **options
-):
-    """Both pools, after heads k, v [2, 3, 2, D] were written to distinct slots, and the returned q."""
-    angles = norm.rope_angles(
-        options.pop("positions"), torch.rand(4, generator=torch.Generator().manual_seed(3))
-    )
-    pools = [HeadPool.empty(FORMATS[name], (4, 2, 8), k.shape[-1], CPU) for name in pair]
-    mapping = {"pages": torch.tensor([3, 0, 3, 1, 1, 1]), "offsets": torch.tensor([7, 0, 2, 5, 4, 3])}
-    factors = (None if factor is None else 1 - factor, factor)
-    turned = implementation.cache_heads(
-        q, k, v, factors, 1e-6, *angles, keys=pools[0], values=pools[1], **mapping, **options
-    )
-    return pools, turned
-
-
-@pytest.mark.parametrize("dim", [32, 64, 256])
-@pytest.mark.parametrize("name", QUANTISED)
-def test_codes_of_exact_sums_are_the_references_bit_by_bit(name: str, dim: int) -> None:
-    """Whole numbers, whose sums and differences no order of adding rounds."""
-    k, v = (torch.randn(2, 2, 3, 2, dim) * 60).round()
-    k[0, 0], v[0, 1] = 0, 0
-    k[0, 1] *= 1e-12
-    v[0, 0, :, :3] *= 2.0**22
-    v[1, 0] = torch.tensor([1.0, -1.0]).repeat(dim // 2)
-    options = {"positions": torch.zeros(2, 3, dtype=torch.int64), "interleaved": False}
-    found, wanted = (write(one, (name, name), k, k, v, None, **options)[0] for one in (triton_kernels, norm))
-    for one, other in zip(found, wanted, strict=True):
-        if name == "tq3_0":
-            # A group's length is a sum of many squares: its last bit depends on their order.
-            close(one.scales.float(), other.scales.float(), 2e-4)
-            apart = unpack(one.codes, one.format, dim) != unpack(other.codes, other.format, dim)
-            assert apart.float().mean() < 1e-3
-        else:
-            assert torch.equal(one.codes, other.codes)
-            assert torch.equal(one.scales, other.scales)
-
-
-@pytest.mark.parametrize(
-    ("pair", "dim", "interleaved"),
-    [
-        (("f16", "f32"), 24, False),
-        (("f32", "q4_0"), 64, True),
-        (("q8_0", "tq3_0"), 128, False),
-        (("q5_0", "f16"), 256, True),
-        (("tq3_0", "q8_0"), 64, False),
-    ],
-)
-def test_heads_are_normed_rotated_and_written(pair: tuple[str, str], dim: int, interleaved: bool) -> None:
-    q, (k, v) = torch.randn(2, 3, 5, 2 * dim)[..., dim:], torch.randn(2, 2, 3, 2, 2 * dim)[..., :dim]
-    options = {"positions": torch.randint(0, 900, (2, 3)), "interleaved": interleaved}
-    for factor in (None, torch.randn(dim)):
-        results = [write(one, pair, q, k, v, factor, **options) for one in (triton_kernels, norm)]
-        (found, turned), (wanted, expected) = results
-        close(turned, expected)
-        for one, other in zip(found, wanted, strict=True):
-            if one.scales is None or other.scales is None:
-                # The interpreter does not round to the nearest float16.
-                close(one.codes.float(), other.codes.float(), 2e-6 if one.format.name == "f32" else 5e-4)
-                continue
-            levels = [unpack(pool.codes, pool.format, dim).int() for pool in (one, other)]
-            # A value between two codes may go either way, when its last bits differ.
-            assert (levels[0] != levels[1]).float().mean() < 1e-2
-            close(*(decode(pool.codes, pool.scales, pool.format, dim) for pool in (one, other)), 2e-3)
-
-
-@pytest.mark.parametrize(("name", "dim"), [("q8_0", 64), ("q5_0", 32), ("q4_0", 256), ("tq3_0", 128)])
-def test_rows_expand_to_what_they_were(name: str, dim: int) -> None:
-    table = torch.tensor([2, 5, 0])
-    pool = filled(name, (6, 2, 16), dim, torch.isin(torch.arange(6), table))
-    rows = rotate_back(decode(pool.codes, pool.scales, pool.format, dim))[table].transpose(1, 2).flatten(0, 1)
-    for first, count in ((0, 1), (5, 33), (16, 32)):
-        found = triton_kernels.expand(pool, table, first, count)
-        assert found.dtype == torch.float16
-        close(found.float(), rows[first : first + count], TOLERANCE)

@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 from bough.cli.chat.backend import Event, ReplyEnd
 from bough.cli.chat.conversation import ChatSettings
 from bough.errors import UsageError
+from bough.images.parts import with_data_urls
 from bough.session.remote import OURS, RemoteEnd, RemoteSession, ServerFailed
 
 
@@ -20,6 +21,10 @@ class RemoteBackend:
     def about(self) -> str:
         context = self._session.context
         return f"{f'context {context:,} tokens · ' if context else ''}{self._session.url}"
+
+    @property
+    def sees(self) -> bool:
+        return self._session.sees is not False
 
     def check(self, settings: ChatSettings) -> None:
         if settings.draft_budget is not None and not self._session.ours:
@@ -49,7 +54,7 @@ class RemoteBackend:
     def _body(
         self, messages: Sequence[Mapping[str, Any]], settings: ChatSettings, seed: int
     ) -> dict[str, Any]:
-        body: dict[str, Any] = {"messages": list(messages), **settings.values}
+        body: dict[str, Any] = {"messages": with_data_urls(messages), **settings.values}
         if self._session.ours:
             body |= {"seed": seed, OURS: {"budget": settings.draft_budget}}
         if settings.stop:
