@@ -1,0 +1,249 @@
+"""The vision tower: from an image's pixels to the rows that stand for it in the target's input.
+
+Read from a GGUF file of its own ("mmproj"), one image in a forward pass: its bits depend on nothing else.
+"""
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from math import isqrt
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import gelu, layer_norm, linear, scaled_dot_product_attention
+
+from bough.errors import UnsupportedModel
+from bough.gguf.quants import dequantise
+from bough.gguf.reader import GGUFFile
+from bough.models.spec import ModelSpec
+
+ARCHITECTURE = "clip"  # of the file
+PROJECTOR = "qwen3vl_merger"
+PATCH, MERGE = 16, 2  # pixels on a side; patches on a side of a token
+_EPS = 1e-6
+_THETA = 10_000.0
+# Scores of 65,536 patches in memory would be hundreds of GiB; these two write none.
+_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+
+
+@dataclass(frozen=True, slots=True)
+class VisionSpec:
+    """The sizes of a tower, all from its file."""
+
+    depth: int
+    width: int
+    heads: int
+    inner: int  # of the feed-forward
+    side: int  # of the square table of position embeddings
+    out: int  # the target's width
+
+    @classmethod
+    def from_gguf(cls, file: GGUFFile) -> "VisionSpec":
+        def count(key: str) -> int:
+            value = file.require(f"clip.vision.{key}", int)
+            if value < 1:
+                raise UnsupportedModel(f"{file.path}: clip.vision.{key} is {value}, needed at least 1")
+            return value
+
+        check_encoder(file)
+        for key, needed in (("patch_size", PATCH), ("spatial_merge_size", MERGE)):
+            if count(key) != needed:
+                raise UnsupportedModel(f"{file.path}: clip.vision.{key} is {count(key)}, needed {needed}")
+        for key in ("image_mean", "image_std"):
+            if (values := file.get(f"clip.vision.{key}", list, [0.5] * 3)) != [0.5] * 3:
+                raise UnsupportedModel(f"{file.path}: clip.vision.{key} is {values}, needed 0.5 three times")
+        if any(file.get("clip.vision.is_deepstack_layers", list, [])):
+            raise UnsupportedModel(
+                f"{file.path}: the image encoder adds features to the target's first layers (deepstack),"
+                " as those of Qwen3-VL do; needed one of Qwen3.5 or later"
+            )
+        width, heads = count("embedding_length"), count("attention.head_count")
+        if width % (4 * heads):
+            raise UnsupportedModel(f"{file.path}: {heads} heads in a width of {width}, needed a multiple of 4")
+        table = file.require_tensor("v.position_embd.weight").shape
+        side = isqrt(table[0])
+        if side * side != table[0]:
+            raise UnsupportedModel(f"{file.path}: {table[0]} position embeddings, needed a square")
+        sizes = (count("block_count"), width, heads, count("feed_forward_length"))
+        return cls(*sizes, side, count("projection_dim"))
+
+    def check_target(self, file: GGUFFile, target: ModelSpec) -> None:
+        """Raise if the encoder was made for another model."""
+        if self.out != target.width:
+            raise UnsupportedModel(
+                f"{file.path}: the image encoder writes rows of {self.out} values"
+                f" (clip.vision.projection_dim), {target.name} has {target.width}: it belongs to another model",
+                "name the right file as `mmproj`, or set `no_images`",
+            )
+        if not target.rope_sections:
+            raise UnsupportedModel(
+                f"{target.name} takes no images: its file has no rope.dimension_sections of a model that does",
+                "set `no_images`",
+            )
+
+
+def check_encoder(file: GGUFFile) -> None:
+    """Raise if a file is no image encoder of the kind that is supported."""
+    kind = file.get("general.architecture", str, "")
+    if kind != ARCHITECTURE or not file.get("clip.has_vision_encoder", bool, False):
+        raise UnsupportedModel(
+            f"{file.path}: general.architecture is {kind!r}, needed {ARCHITECTURE!r}, an image encoder (mmproj)"
+        )
+    projector = file.get("clip.projector_type", str, "")
+    if projector != PROJECTOR:
+        raise UnsupportedModel(
+            f"{file.path}: clip.projector_type is {projector!r}, needed {PROJECTOR!r}, that of Qwen3.5"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Affine:
+    """A weight and its bias: of a matmul, or of a norm."""
+
+    weight: Tensor
+    bias: Tensor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+    def norm(self, x: Tensor) -> Tensor:
+        return layer_norm(x, (x.shape[-1],), self.weight, self.bias, _EPS)
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    attention_norm: _Affine
+    projections: _Affine  # query, key, value
+    out: _Affine
+    norm: _Affine
+    up: _Affine
+    down: _Affine
+
+
+class VisionTower:
+    """The encoder's weights on a device, as one type: matmuls accumulate in float32."""
+
+    def __init__(self, file: GGUFFile, device: torch.device, dtype: torch.dtype):
+        self.spec = spec = VisionSpec.from_gguf(file)
+        self.device, self.dtype = device, dtype
+        self._file = file
+        patches = [self._read(name, spec.width, 3, PATCH, PATCH) for name in _PATCHES]
+        # A still image is the same frame twice: the two kernels are one.
+        kernel = (patches[0] + patches[1]).flatten(1).to(dtype)
+        self._patches = _Affine(kernel, self._read("v.patch_embd.bias", spec.width).to(dtype))
+        self._table = self._read("v.position_embd.weight", spec.side**2, spec.width)
+        self._blocks = [self._block(f"v.blk.{index}") for index in range(spec.depth)]
+        merged = MERGE**2 * spec.width
+        self._merger_norm = self._affine("v.post_ln", spec.width)
+        self._merger = self._affine("mm.0", merged, merged), self._affine("mm.2", spec.out, merged)
+        del self._file
+        pairs = torch.arange(0, spec.width // spec.heads // 2, 2, dtype=torch.float32, device=device)
+        self._frequencies = 1.0 / _THETA ** (pairs / (spec.width // spec.heads // 2))
+
+    def _read(self, name: str, *shape: int) -> Tensor:
+        info = self._file.require_tensor(name, shape)
+        packed = torch.from_numpy(self._file.raw(name).copy()).to(self.device)
+        return dequantise(packed, info.type)
+
+    def _affine(self, name: str, *shape: int) -> _Affine:
+        weight, bias = self._read(f"{name}.weight", *shape), self._read(f"{name}.bias", shape[0])
+        return _Affine(weight.to(self.dtype), bias.to(self.dtype))
+
+    def _block(self, name: str) -> _Block:
+        width, inner = self.spec.width, self.spec.inner
+        up, down = f"{name}.ffn_up", f"{name}.ffn_down"
+        if self._file.require_tensor(f"{up}.bias").shape == (width,) != (inner,):
+            up, down = down, up  # older converters took the one for the other
+        return _Block(
+            self._affine(f"{name}.ln1", width),
+            self._affine(f"{name}.attn_qkv", 3 * width, width),
+            self._affine(f"{name}.attn_out", width, width),
+            self._affine(f"{name}.ln2", width),
+            self._affine(up, inner, width),
+            self._affine(down, width, inner),
+        )
+
+    def encode(self, pixels: Tensor) -> Generator[None, None, Tensor]:
+        """Return the rows [tokens, out] of pixels [height, width, 3] uint8; pause after every block."""
+        rows, columns = (side // (PATCH * MERGE) for side in pixels.shape[:2])
+        x = self._patches(patches_of(pixels.to(self.device)).to(self.dtype))
+        x = x + in_blocks(self._positions(MERGE * rows, MERGE * columns)).to(self.dtype)
+        cos, sin = self._angles(MERGE * rows, MERGE * columns)
+        for block in self._blocks:
+            x = x + self._attention(block, block.attention_norm.norm(x), cos, sin)
+            x = x + block.down(gelu(block.up(block.norm.norm(x)), approximate="tanh"))
+            yield
+        first, second = self._merger
+        # Exact, unlike that of the blocks.
+        return second(gelu(first(self._merger_norm.norm(x).unflatten(0, (rows * columns, -1)).flatten(1))))
+
+    def _positions(self, height: int, width: int) -> Tensor:
+        """Return the position embeddings [height, width, tower's width], the table's corners at the corners."""
+        table = self._table.view(self.spec.side, self.spec.side, -1)
+        rows = _taps(height, self.spec.side, self.device)
+        table = sum(table[index] * weight[:, None, None] for index, weight in rows)
+        columns = _taps(width, self.spec.side, self.device)
+        return sum(table[:, index] * weight[:, None] for index, weight in columns)
+
+    def _angles(self, height: int, width: int) -> tuple[Tensor, Tensor]:
+        """Return cos and sin [patches, 1, head_dim / 2]: of the row for one half, of the column for the other."""
+        down, across = (torch.arange(count, device=self.device) for count in (height, width))
+        places = in_blocks(torch.stack(torch.meshgrid(down, across, indexing="ij"), -1))
+        angles = (places[..., None] * self._frequencies).flatten(1)[:, None]
+        return angles.cos(), angles.sin()
+
+    def _attention(self, block: _Block, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q, k, v = block.projections(x).view(len(x), 3, self.spec.heads, -1).unbind(1)
+        q, k = (_turned(part, cos, sin) for part in (q, k))
+        q, k, v = (part.transpose(0, 1)[None] for part in (q, k, v))
+        with sdpa_kernel(_ATTENTION):
+            out = scaled_dot_product_attention(q, k, v)
+        return block.out(out[0].transpose(0, 1).flatten(1))
+
+
+_PATCHES = ("v.patch_embd.weight", "v.patch_embd.weight.1")  # of a frame and the next
+
+
+def tower_bytes(file: GGUFFile, item: int) -> int:
+    """Return the bytes of a tower's weights, `item` for each value but those of the position table."""
+    values = sum(_values(info.shape) for name, info in file.tensors.items() if name != _PATCHES[1])
+    table = _values(file.require_tensor("v.position_embd.weight").shape)
+    return item * (values - table) + 4 * table
+
+
+def workspace_bytes(spec: VisionSpec, tokens: int, item: int) -> int:
+    """Return the bytes that an image of so many tokens takes while it is encoded, at most."""
+    pixels = 3 * PATCH**2 * (1 + 4 + 4 + item)
+    rows = item * (2 * spec.width + max(6 * spec.width, 2 * spec.inner)) + 4 * 6 * spec.width
+    return MERGE**2 * tokens * (pixels + rows)
+
+
+def _values(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()
+
+
+def patches_of(pixels: Tensor) -> Tensor:
+    """Return the patches [n, 3 * 16 * 16] float32 in -1 to 1 of pixels [height, width, 3] uint8."""
+    rows, columns, _ = pixels.shape
+    parts = pixels.view(rows // PATCH, PATCH, columns // PATCH, PATCH, 3).permute(0, 2, 4, 1, 3)
+    return (in_blocks(parts).flatten(1).float() / 255 - 0.5) / 0.5
+
+
+def in_blocks(grid: Tensor) -> Tensor:
+    """Return [n, ...] of a grid of patches [height, width, ...]: the four of a token after each other."""
+    tokens = grid.unflatten(1, (-1, MERGE)).unflatten(0, (-1, MERGE))
+    return tokens.transpose(1, 2).flatten(0, 3)
+
+
+def _taps(count: int, side: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    """Return the two indices [count] into a line of `side` values, and weights, that it is stretched by."""
+    places = torch.arange(count, dtype=torch.float32, device=device) * (side - 1) / max(1, count - 1)
+    low = places.floor()
+    high = (low + 1).clamp(max=side - 1)
+    return [(low.long(), 1 - (places - low)), (high.long(), places - low)]
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate heads [patches, heads, head_dim], the first half with the second, in float32."""
+    a, b = x.float().chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
