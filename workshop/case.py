@@ -3,7 +3,7 @@
     @case(seconds=150)
     def main(report: Report, *, model: Path, sizes: Sequence[int] = (1, 8)) -> None: ...
 
-`python -m workshop gpu.step --model FILE --sizes 1 8` calls `main` of workshop/gpu/step.py. Parameters before
+`python -m workshop gpu.users --users 1 8` calls `main` of workshop/gpu/users.py. Parameters before
 the star are positional; a sequence takes several values; a dataclass's fields are options, too; Annotated
 adds a help text. --out, --seconds and --device are the report's; a parameter's own default counts before
 `case`'s. The exit code is what the function returns, or 1 if a check failed.

@@ -2,16 +2,20 @@
 
     python -m workshop mixed_replay FILE --data FOLDER --model TARGET-MTP.gguf --draft PATH
     python -m workshop mixed_replay FILE
+    python -m workshop mixed_replay tests/spec/recorded_outcomes.json --outcomes
 
 With a model FILE is written: prompts of three suites are decoded greedily on a CPU. At every position all
 drafts are called, and the rows of each one's tree that the text followed are kept. Without a model FILE is
 replayed: with trees of a fixed number of rows from each source, and with the row policy, which chooses rows
 and sources by the costs of a machine. It prints a JSON line for each suite and appends it to
-benchmarks/results/mixed.jsonl.
+benchmarks/results/mixed.jsonl. --outcomes writes what a draft call of the embedded pair would give at every
+position of PROMPTS' texts, for tests/spec/test_policy_replay.py.
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +23,8 @@ import torch
 
 from bough.bench.suites import load
 from bough.config import DraftConfig, EngineConfig, SpecConfig
-from bough.engine.sequence import Phase, Request
+from bough.engine.engine import Engine
+from bough.engine.sequence import Phase, Request, Sequence
 from bough.kernels.tree.reference import accept_path
 from bough.session.loading import load_session
 from bough.session.requests import Finished, TextRequest
@@ -29,10 +34,17 @@ from bough.spec.draft_call import Ask, DraftCall, DraftReport
 from bough.spec.policy import Plan, RowPolicy
 from bough.spec.speculator import Speculator
 from bough.spec.tree import Tree
-from workshop.case import RESULTS, case
+from workshop.case import DRAFT, RESULTS, TARGET, case
 from workshop.report import Report
 
 SOURCES = ("draft", "mtp", "both")
+PROMPTS = (
+    "def fibonacci(n):",
+    "Tom has 12 apples. He gives 5 to Ann and buys 8 more. How many apples does he have?",
+    "Write a short story about a lighthouse.",
+    "What is the capital of France?",
+    'def is_palindrome(text: str) -> bool:\n    """Return whether the text reads the same backwards."""\n',
+)
 ROUNDS = 4  # each text is replayed so often
 
 Step = list[tuple[list[float], list[int]]]  # for each source: weights of its tree's rows, accepted rows
@@ -57,24 +69,44 @@ MACHINES = {
 
 
 @torch.inference_mode()
-def record(session: Session, messages: list[Any], tokens: int) -> list[Step]:
+def record(
+    session: Session, messages: list[Any], tokens: int, ask: Callable[[Sequence, int, list[int]], Any]
+) -> list[Any]:
+    """Return what `ask` says of each token of a plain text: it gets the token and those that follow."""
     request = TextRequest(messages=messages, max_tokens=tokens, draft_budget=0)
     finished = list(session.generate(request))[-1]
     assert isinstance(finished, Finished)
     answer, engine = finished.tokens, session.engine
-    assert isinstance(engine.drafter, Speculator)
     sequence = engine.add(Request(session.encode(request), max_tokens=tokens + 1))
     while sequence.phase is not Phase.DECODE:
         engine.step()
-    found = []
-    for index, anchor in enumerate(answer[:-1]):
-        call, report = compared(engine.drafter, sequence.slot, anchor, len(sequence.tokens) - 1)
-        engine.pipeline.probe(sequence, Tree.root(anchor), draft=False)
-        following = answer[index + 1 :]
-        found.append([followed(each, following) for each in (*report.alone, report)])
-        call.learn(report, following[: len(found[-1][-1][1])])
+    steps = [ask(sequence, anchor, answer[index + 1 :]) for index, anchor in enumerate(answer[:-1])]
     engine.release(sequence)
-    return found
+    return steps
+
+
+def every_draft(engine: Engine, sequence: Sequence, anchor: int, following: list[int]) -> Step:
+    assert isinstance(engine.drafter, Speculator)
+    call, report = compared(engine.drafter, sequence.slot, anchor, len(sequence.tokens) - 1)
+    engine.pipeline.probe(sequence, Tree.root(anchor), draft=False)
+    trees = [followed(tree, following) for tree in (*report.alone, report)]
+    call.learn(report, following[: len(trees[-1][1])])
+    return trees
+
+
+def one_draft(engine: Engine, sequence: Sequence, anchor: int, following: list[int]) -> Step:
+    assert isinstance(engine.drafter, Speculator)
+    engine.pipeline.probe(sequence, Tree.root(anchor))
+    return followed(engine.drafter._call.reports()[0], following)
+
+
+def record_outcomes(file: Path) -> None:
+    trees = SpecConfig(budget=23, lookup=False, adaptive=False)
+    config = EngineConfig("cpu", 1024, speculation=trees, draft=DraftConfig(DRAFT), prefix_cache=0)
+    session = load_session(TARGET, config)
+    turns = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
+    texts = [record(session, turn, 100, partial(one_draft, session.engine)) for turn in turns]
+    file.write_text(json.dumps(texts, separators=(",", ":")) + "\n")
 
 
 def compared(drafter: Speculator, slot: int, anchor: int, position: int) -> tuple[DraftCall, DraftReport]:
@@ -169,18 +201,22 @@ def main(
     prompts: int = 6,
     n_gen: int = 80,
     note: Annotated[str, "of the drafts, for the results"] = "",
+    outcomes: bool = False,
 ) -> None:
+    if outcomes:
+        return record_outcomes(file)
     if model is None:
         for suite, texts in json.loads(file.read_text()).items():
             head = report.head("date", "commit")
             report.line(what="mixed replay", **head, note=note, suite=suite, **summary(texts))
-        return
+        return None
     assert draft is not None, "to record, --draft is needed"
     trees = SpecConfig(budget=22, mtp="on")
     config = EngineConfig("cpu", 1024, speculation=trees, draft=DraftConfig(draft), prefix_cache=0, threads=1)
     session, recorded = load_session(model, config), {}
     for suite in suites.split(","):
         items = load(suite, prompts, data=data, offline=True)
-        recorded[suite] = [record(session, list(prompt.messages), n_gen) for prompt in items]
+        ask = partial(every_draft, session.engine)
+        recorded[suite] = [record(session, list(prompt.messages), n_gen, ask) for prompt in items]
         print(suite, [len(text) for text in recorded[suite]], flush=True)
     file.write_text(json.dumps(recorded, separators=(",", ":")) + "\n")

@@ -111,7 +111,6 @@ def test_only_variants_that_differ_are_tried(name: str) -> None:
             for tiling in found
         ]
         assert len(set(variants)) == len(variants)
-        assert any(tiling.wide != found[0].wide for tiling in found) == (name == "H200" and not groups)
         if not card.bulk_copies:
             assert {tiling.halfway for tiling in found} == {True}
 

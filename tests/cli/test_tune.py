@@ -14,7 +14,7 @@ from bough.kernels.quant_matmul.tiling import Tiling
 from bough.kernels.quant_matmul.tuned import TunedFile
 
 KIND = "NVIDIA H200, 9.0, 132 SMs"
-BUILT_IN, BETTER = Tiling(4, wide=False, halfway=True), Tiling(5, wide=False, halfway=False)
+BUILT_IN, BETTER = Tiling(4, halfway=True), Tiling(5, halfway=False)
 FOUND = [
     Found(8, BUILT_IN, BUILT_IN, 0.0002, 0.0002, ()),
     Found(16, BUILT_IN, BETTER, 0.0002, 0.00015, ()),

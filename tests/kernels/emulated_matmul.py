@@ -74,7 +74,7 @@ def emulated_matmul(x: PackedRows, weight: PackedWeight, folder: Path, *, grid: 
         r"__shared__ __align__\(8\) u64 barriers\[.*?\];", "u64* barriers = (u64*)shared_memory;", text
     )
     expand = text.index("#if HALVES == 1\n// Rows of tiles")
-    macros = cuda.defines(CARD, weight.layout, x.bucket, Tiling(3, wide=True, halfway=True), grouped=True)
+    macros = cuda.defines(CARD, weight.layout, x.bucket, Tiling(3, halfway=True), grouped=True)
     macros |= {"EIGHT_ROWS": cuda.EIGHT_ROWS}
     library = compiled(f"{BARRIER}{_MMA}{text[:expand]}{_RUN}", folder, "matmul", macros)
     out = torch.full((x.rows, weight.rows), torch.nan)

@@ -55,7 +55,6 @@ def test_the_variants_of_every_card(name: str) -> None:
                 "TOKENS": bucket,
                 "STAGES": depth,
                 "BULK": int(bulk),
-                "ROW_TILES": 2 if name == "H200" and bucket == 64 else 1,
                 "HALFWAY": int(depth >= 3),
                 "TABLE": int(bool(layout.table)),
             }
@@ -70,17 +69,17 @@ def test_a_table_is_four_words() -> None:
     assert tuple(words) == LAYOUTS[QuantType.IQ4_NL].table
 
 
-def test_a_tiling_decides_over_stages_row_tiles_and_refills_alone() -> None:
+def test_a_tiling_decides_over_stages_and_refills_alone() -> None:
     card, layout = CARDS["H200"], LAYOUTS[QuantType.Q4_K]
-    built_in, tuned = built_in_tilings(card.arch)[8], Tiling(3, wide=True, halfway=False)
-    changed = {"STAGES": 3, "ROW_TILES": 2, "HALFWAY": 0}
+    built_in, tuned = built_in_tilings(card.arch)[8], Tiling(3, halfway=False)
+    changed = {"STAGES": 3, "HALFWAY": 0}
     assert defines(card, layout, 8, tuned) == defines(card, layout, 8, built_in) | changed
 
 
 def test_a_tuned_tiling_replaces_the_built_in_one_of_its_rows_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device, tuned = torch.device("cuda", 0), Tiling(3, wide=True, halfway=False)
+    device, tuned = torch.device("cuda", 0), Tiling(3, halfway=False)
     monkeypatch.setattr(cuda, "card_of", lambda _: CARDS["H200"])
     monkeypatch.setattr(cuda, "kind_of", lambda _: "H200")
     monkeypatch.setattr(TunedFile, "default", lambda: TunedFile(tmp_path / "tilings.json"))
@@ -90,14 +89,13 @@ def test_a_tuned_tiling_replaces_the_built_in_one_of_its_rows_alone(
 
 @pytest.mark.parametrize("name", CARDS)
 def test_no_tiling_exceeds_the_card(name: str) -> None:
-    card, deep = CARDS[name], Tiling(MAX_STAGES, wide=True, halfway=True)
+    card, deep = CARDS[name], Tiling(MAX_STAGES, halfway=True)
     for layout in EVERY.values():
         for bucket in BUCKETS:
             built_in = built_in_tilings(card.arch)[bucket]
             assert bool(stages(card, layout, bucket, deep)) == bool(stages(card, layout, bucket, built_in))
             ring = stages(card, layout, bucket, deep) * stage_bytes(card, layout, bucket)
             assert ring <= card.shared_per_block
-            assert defines(card, layout, bucket, deep)["ROW_TILES"] == (2 if name == "H200" else 1)
 
 
 @pytest.mark.parametrize("name", CARDS)
@@ -110,7 +108,6 @@ def test_the_partition_depends_on_the_card_and_the_matrix_alone(name: str) -> No
 
 
 def test_a_tiling_in_words() -> None:
-    tiling = Tiling(4, wide=False, halfway=True)
+    tiling = Tiling(4, halfway=True)
     assert tiling.compare(tiling) == "as built in"
-    assert Tiling(3, wide=False, halfway=False).compare(tiling) == "3 stages, filled at the start"
-    assert Tiling(4, wide=True, halfway=True).compare(tiling) == "wide warps"
+    assert Tiling(3, halfway=False).compare(tiling) == "3 stages, filled at the start"

@@ -12,7 +12,7 @@ from bough.kernels.quant_matmul.tiling import Tiling
 from bough.kernels.quant_matmul.tuned import TunedFile
 
 KIND, OTHER = "NVIDIA H200, 9.0, 132 SMs", "NVIDIA H200, 9.0, 114 SMs"
-FOUND = {8: Tiling(5, wide=True, halfway=False), 64: Tiling(2, wide=False, halfway=True)}
+FOUND = {8: Tiling(5, halfway=False), 64: Tiling(2, halfway=True)}
 
 
 def test_tilings_survive_and_keep_apart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -40,8 +40,8 @@ def test_what_is_no_longer_better_is_forgotten(tmp_path: Path) -> None:
 
 
 def entry(**changes: object) -> str:
-    values = {"stages": 4, "wide": True, "halfway": True} | changes
-    return json.dumps({"version": 1, "kinds": {KIND: {"8": values}}})
+    values = {"stages": 4, "halfway": True} | changes
+    return json.dumps({"version": 2, "kinds": {KIND: {"8": values}}})
 
 
 @pytest.mark.parametrize(
@@ -51,20 +51,20 @@ def entry(**changes: object) -> str:
         "[]",
         "{",
         "\x00\xff",
-        '{"version": 2, "kinds": {}}',
+        '{"version": 1, "kinds": {}}',
         '{"kinds": {}}',
-        '{"version": 1}',
-        '{"version": 1, "kinds": 3}',
-        json.dumps({"version": 1, "kinds": {KIND: 3}}),
-        json.dumps({"version": 1, "kinds": {KIND: {"8": 3}}}),
-        json.dumps({"version": 1, "kinds": {KIND: {"8": {"stages": 4}}}}),
+        '{"version": 2}',
+        '{"version": 2, "kinds": 3}',
+        json.dumps({"version": 2, "kinds": {KIND: 3}}),
+        json.dumps({"version": 2, "kinds": {KIND: {"8": 3}}}),
+        json.dumps({"version": 2, "kinds": {KIND: {"8": {"stages": 4}}}}),
         entry().replace('"8"', '"9"'),
         entry(stages=1),
         entry(stages=9),
         entry(stages=True),
         entry(stages=3.0),
         entry(stages="4"),
-        entry(wide=1),
+        entry(wide=True),
         entry(halfway=None),
         entry(depth=3),
         "[" * 100_000,
@@ -86,7 +86,7 @@ def test_a_file_that_is_no_good_is_not_used(
 def test_a_sound_entry_is_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = TunedFile(tmp_path / "tilings.json")
     file.path.write_text(entry())
-    assert file.load(KIND) == {8: Tiling(4, wide=True, halfway=True)} and not caplog.records
+    assert file.load(KIND) == {8: Tiling(4, halfway=True)} and not caplog.records
 
 
 VALUES = st.recursive(
@@ -101,7 +101,7 @@ VALUES = st.recursive(
 def test_no_value_is_an_error(value: object, tmp_path: Path) -> None:
     file = TunedFile(tmp_path / "tilings.json")
     for kinds in (value, {KIND: value}, {KIND: {"8": value}}):
-        file.path.write_text(json.dumps({"version": 1, "kinds": kinds}))
+        file.path.write_text(json.dumps({"version": 2, "kinds": kinds}))
         assert all(isinstance(tiling, Tiling) for tiling in file.load(KIND).values())
 
 

@@ -145,7 +145,8 @@ class PlainDraft:
         sliding = kinds[layer] == "sliding_attention"
         causal = self._causal
         if causal is None:
-            causal = self._config.get("is_causal", self._config.get("causal"))
+            spellings = ("is_causal", "causal", "causal_head")
+            causal = next((self._config[key] for key in spellings if key in self._config), None)
         if causal is None:
             causal = sliding
         if causal and key > query:

@@ -106,6 +106,7 @@ CASES: dict[str, dict[str, Any]] = {
         "sliding_window": 13,
         "method": {"causal": False},
     },
+    "causal as JetSpec spells it": {"nested": True, "method": {"causal_head": True}},
     "all sliding": {
         "layer_types": ["sliding_attention"] * 3,
         "sliding_window": 9,
@@ -147,6 +148,13 @@ def test_causality_and_window_matter(target: ModelSpec, tmp_path: Path) -> None:
     assert compare(draft, PlainDraft(config, tensors, context=40)) > 0.01
     fuse = np.roll(tensors["fc.weight"], target.width, axis=1)
     assert compare(draft, PlainDraft(config, {**tensors, "fc.weight": fuse})) > 0.01
+
+
+def test_a_causal_head_run_bidirectionally_is_caught(target: ModelSpec, tmp_path: Path) -> None:
+    config = draft_config(target, nested=True, method={"causal_head": True})
+    tensors = arrays(save_draft(tmp_path, config))
+    assert compare(DFlashDraft.load(tmp_path, target), PlainDraft(config, tensors)) <= TOLERANCE
+    assert compare(DFlashDraft.load(tmp_path, target, causal=False), PlainDraft(config, tensors)) > 0.01
 
 
 @pytest.mark.parametrize("context", [1, 7, 20, 31])

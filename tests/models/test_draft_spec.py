@@ -15,7 +15,7 @@ from bough.gguf.types import QuantType
 from bough.gguf.writer import GGUFWriter
 from bough.models.draft_spec import DraftSpec
 from bough.models.spec import ModelSpec
-from tests.tiny_draft import draft_config, gguf_metadata
+from tests.tiny_draft import draft_config, gguf_metadata, save_draft, save_gguf
 
 SLIDING = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "sliding_window": 13}
 
@@ -111,10 +111,47 @@ def test_layers_without_a_list(target: ModelSpec) -> None:
         ({"dflash_config": {"causal": False}}, (False, False, False)),
         ({"is_causal": True, "dflash_config": {"causal": False}}, (True, True, True)),
         ({"is_causal": None, "dflash_config": {"causal": False}}, (False, False, False)),
+        ({"dflash_config": {"causal_head": True}}, (True, True, True)),
+        ({"dflash_config": {"causal_head": False}}, (False, False, False)),
+        ({"is_causal": False, "dflash_config": {"causal_head": True}}, (False, False, False)),
     ],
 )
 def test_causality(said: dict[str, Any], causal: tuple[bool, ...], target: ModelSpec) -> None:
     assert read(draft_config(target, **SLIDING) | said, target).causal == causal
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ({"dflash_config": {"block_order": "reversed"}}, ["block_order"]),
+        ({"lattice_width": 3, "gated": True}, ["gated", "lattice_width"]),
+        # What is off, of training, or known to change nothing.
+        ({"lattice_width": None, "gated": False, "training_steps": 5, "torch_dtype": "bfloat16"}, []),
+    ],
+)
+def test_unknown_settings_are_named(
+    settings: dict[str, Any], names: list[str], target: ModelSpec, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = f"the file {id(settings)}"  # named once for each file
+    for _ in range(2):
+        DraftSpec.from_config(draft_config(target) | settings, source=source, target_depth=12)
+    warned = [record.message for record in caplog.records if source in record.message]
+    assert len(warned) == bool(names)
+    for text in warned:
+        assert ", ".join(map(repr, names)) in text
+
+
+def test_unknown_settings_of_gguf_files_are_named(
+    target: ModelSpec, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = draft_config(target)
+    keys = gguf_metadata(config) | {"dflash.lattice_width": 3}
+    with GGUFFile.open(save_gguf(tmp_path / "draft.gguf", keys, save_draft(tmp_path, config))) as file:
+        DraftSpec.from_gguf(file)
+    assert [text for text in caplog.messages if "'dflash.lattice_width'" in text]
+    with GGUFFile.open(save_gguf(tmp_path / "plain.gguf", gguf_metadata(config), {})) as file:
+        DraftSpec.from_gguf(file)
+    assert not [text for text in caplog.messages if "plain.gguf" in text]
 
 
 HUGE = 10**400

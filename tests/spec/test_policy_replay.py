@@ -1,8 +1,8 @@
 """The row policy replayed on recorded outcomes: what it decides, and how fast that is on two machines.
 
 recorded_outcomes.json holds, for five texts of the embedded pair, what a draft call would give at every
-position (workshop/record_outcomes.py). A replay walks a text with a machine's measured costs: a plain step
-advances by one token, a tree by what was accepted of its first rows.
+position (workshop/mixed_replay.py --outcomes). A replay walks a text with a machine's measured costs: a plain
+step advances by one token, a tree by what was accepted of its first rows.
 """
 
 import json

@@ -419,6 +419,32 @@ def others() -> dict[str, tuple[str, Callable[[], Body]]]:
     }
 
 
+def large(scale: float = 1.0) -> dict[str, Attack]:
+    """Return requests that take long to refuse; all of them below 32 MiB, at `scale` 1."""
+
+    def count(number: int) -> int:
+        return max(1, int(number * scale))
+
+    def said(text: str) -> Body:
+        return {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
+
+    text = "The quick brown fox, and so on. " * count(10_000_000 // 32)
+    return {
+        "15M integers in an unknown field": (CHAT, lambda: HELLO | {"x": [1] * count(15_000_000)}),
+        "10 MB of text": (CHAT, lambda: said(text)),
+        "10 MB of text, count_tokens": ("/v1/messages/count_tokens", lambda: said(text)),
+        "a word of 5 MB, /tokenize": ("/tokenize", lambda: {"content": "a" * count(5_000_000)}),
+        "28 MiB of escaped pairs": (CHAT, lambda: said("\U0001f600" * count(28 * 2**20 // 12))),
+        "500k biases": (CHAT, lambda: HELLO | {"logit_bias": {str(i): 1.0 for i in range(count(500_000))}}),
+        "200k messages": (CHAT, lambda: {"messages": HELLO["messages"] * count(200_000)}),
+    }
+
+
+def encoded(body: Body) -> bytes:
+    """Return a body as JSON, without spaces."""
+    return json.dumps(body, separators=(",", ":")).encode()
+
+
 def attacks() -> dict[str, Attack]:
     """Return path and body of every request."""
 
@@ -436,4 +462,5 @@ def attacks() -> dict[str, Attack]:
             f"regex: {name}": (CHAT, with_field("guided_regex", make)) for name, make in expressions().items()
         },
         **others(),
+        **large(),
     }

@@ -23,7 +23,7 @@ import httpx2
 
 from bough.errors import TemplateFailed
 from bough.text.template import ChatTemplate
-from workshop.attack.bodies import CHAT, HELLO, attacks, grammars
+from workshop.attack.bodies import CHAT, HELLO, attacks, encoded, grammars
 from workshop.attack.clients import attacked, measured
 from workshop.attack.templates import templates
 from workshop.case import RESULTS, case
@@ -43,7 +43,7 @@ def send(url: str, path: str, content: bytes) -> tuple[int | str, float, int]:
 def requests(together: int = 4) -> dict[str, Any]:
     with attacked("--parallel", 4) as server, ThreadPoolExecutor(together) as threads:
         # Written before: that must not take time from the clients, which are measured in this process.
-        pending = {name: (path, json.dumps(make()).encode()) for name, (path, make) in attacks().items()}
+        pending = {name: (path, encoded(make())) for name, (path, make) in attacks().items()}
         outcomes, facts = measured(
             server, lambda: list(threads.map(lambda attack: send(server.url, *attack), pending.values()))
         )

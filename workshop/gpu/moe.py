@@ -3,8 +3,7 @@
     python -m workshop gpu.moe --out moe.jsonl [--folder MODEL] [--seconds 400]
 
 Steps of 1, 8, 24 and more rows beside the time that their bytes take at the card's read bandwidth, with the
-experts that the rows of the step really chose; what a step calls of CUDA on the host: a synchronisation
-would show; bits of a row alone and in a tree; prefill of 2,048 and 8,192 tokens. --device cpu --tiny is a
+experts that the rows of the step really chose; prefill of 2,048 and 8,192 tokens. --device cpu --tiny is a
 trial run.
 """
 
@@ -12,8 +11,7 @@ import gc
 import statistics
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -27,24 +25,17 @@ from bough.config import DraftConfig, EngineConfig, SpecConfig
 from bough.engine.engine import Done, Request
 from bough.gguf.reader import GGUFFile
 from bough.models import layers
-from bough.models.decoder import Decoder
 from bough.models.spec import ExpertSpec, ModelSpec
-from bough.models.step import Step
 from bough.session.loading import load_session
 from bough.session.session import Session
-from bough.state.sequences import SequenceStates
 from tests.gpu.texts import embedded_pair
 from workshop.case import case
 from workshop.gpu.stages import about_device
 from workshop.grow.grow import grow
 from workshop.grow.shape import preset
-from workshop.kernel_times import kernel_times
 from workshop.report import Report
 
 SIZES = (1, 8, 24)
-ROWS = 24
-# What waits for the device on the host; a step has one read-back, by an event.
-WAITING = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaMemcpy", "cudaFree", "cudaMalloc")
 
 
 def written(report: Report, folder: Path | None, tiny: bool) -> Path:
@@ -147,55 +138,6 @@ def copy_bandwidth(device: torch.device) -> float:
     return 4 * len(source) / (time.perf_counter() - begin)
 
 
-def synchronisations(report: Report, session: Session) -> None:
-    """Count what a captured step calls of CUDA on the host."""
-    probe = StepProbe(session.engine, 256, rounds=16)
-
-    def step() -> None:
-        session.engine.pipeline.probe(probe._sequence, probe.comb(ROWS), draft=False)
-
-    try:
-        for _ in range(3):
-            step()
-        calls = traced(lambda: [step() for _ in range(4)])
-    finally:
-        probe.close()
-    calls.subtract(traced(lambda: None))
-    waits = {name: calls[name] for name in WAITING if calls[name] > 0}
-    report.check("no host synchronisation in a step", not waits, waits=waits, calls=dict(calls))
-    for size in SIZES:
-        found = kernel_times(session, size)
-        report.log("kernels", rows=size, ms={name: round(ms, 4) for name, ms in list(found.items())[:20]})
-
-
-def traced(work: Callable[[], object]) -> Counter[str]:
-    """Return how often CUDA is called from the host, the trace's own calls included."""
-    every = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=every) as profile:
-        work()
-        torch.cuda.synchronize()
-    return Counter(event.name for event in profile.events() if event.name.startswith("cuda"))
-
-
-def bits(report: Report, target: Decoder) -> None:
-    """Compare a root alone with the same root in a tree."""
-    device, prompt = target.device, torch.arange(100, 160)[None]
-    states = SequenceStates(target.spec, max_ctx=512, max_rows=64, device=device)
-    slots = torch.tensor([states.open()], device=device)
-    states.reserve(0, 256)
-    chunk = Step.chunk(slots, prompt.to(device), states.buffers.lengths[slots])
-    target.forward(chunk, states.buffers)
-    states.advance(chunk)
-    found = []
-    for rows in (1, 8, ROWS, 64):
-        tokens = torch.arange(500, 500 + rows, device=device)[None]
-        parents = torch.tensor([[-1, *(row // 2 for row in range(rows - 1))]], device=device)
-        tree = Step.tree(slots, tokens, parents, states.buffers.lengths[slots])
-        found.append(target.verify(tree, states.buffers)[1][0, 0].clone())
-    same = [bool(torch.equal(found[0], other)) for other in found[1:]]
-    report.check("a row has the same bits alone and in trees", all(same), rows=(8, ROWS, 64), same=same)
-
-
 def prefill(report: Report, session: Session, lengths: tuple[int, ...]) -> None:
     for tokens in lengths:
         speeds = []
@@ -227,9 +169,6 @@ def run(report: Report, folder: Path, host_layers: int, *, tiny: bool) -> None:
         report.check("captured", session.engine.warmup.capture())
     report.log("experts read", shares=shares)
     steps(report, session, shares, repeats=1 if tiny else 15)
-    if isinstance(session.engine.target, Decoder) and report.device == "cuda":
-        bits(report, session.engine.target)
-        synchronisations(report, session)
     prefill(report, session, (longest // 4, longest))
 
 

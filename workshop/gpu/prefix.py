@@ -3,28 +3,23 @@
     python -m workshop gpu.prefix --out prefix.jsonl [--model DIR | --shape 27b]
 
 DIR holds a grown pair, target.gguf and draft.gguf; --shape grows one. With neither, the embedded pair is
-used, as in a trial run with --device cpu --tokens 1500. Also times a restore and a masked sample.
-tests/gpu/test_prefix_cache.py and test_sampler.py check the results.
+used, as in a trial run with --device cpu --tokens 1500. Also times saving and restoring a state.
+tests/gpu/test_prefix_cache.py checks the results.
 """
 
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import torch
 
-from bough.engine.sampler import Sampler
-from bough.models.step import Step
 from bough.session.requests import TextRequest
 from bough.session.session import Session
-from tests.gpu.conversation import HELLO, raise_context_length, second_turns
-from tests.gpu.sampling_inputs import VOCABULARY
-from tests.gpu.texts import GREEDY, Messages, divergence, embedded_pair, generate, load_session
+from tests.gpu.conversation import raise_context_length, second_turns
+from tests.gpu.texts import Messages, divergence, embedded_pair, load_session
 from workshop.case import case
 from workshop.grow.grow import grow
 from workshop.report import Report
@@ -78,13 +73,6 @@ def _second_turns(options: Options, session: Session, folder: Path) -> dict[str,
     return result
 
 
-def saving(options: Options) -> dict[str, Any]:
-    """Time saving and restoring the state of a short conversation."""
-    session = load_session(*embedded_pair(), device=options.device)
-    generate(session, HELLO)
-    return _copies(options, session, HELLO)
-
-
 def _copies(options: Options, session: Session, messages: Messages) -> dict[str, Any]:
     engine, ids = session.engine, session.encode(TextRequest(messages=messages))
     times: dict[str, list[float]] = {"restore_ms": [], "save_ms": []}
@@ -117,36 +105,10 @@ def _pair(options: Options, folder: Path) -> tuple[Path, Path]:
     return files
 
 
-def masks(options: Options) -> dict[str, Any]:
-    """Time sampling 23 rows of which most have a grammar's mask."""
-    device, rows = torch.device(options.device), 23
-    choose = np.random.default_rng(1)
-    logits = torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(2)).to(device)
-    bits = [
-        None if row % 5 == 4 else choose.integers(-(2**31), 2**31, VOCABULARY // 32, dtype=np.int32)
-        for row in range(rows)
-    ]
-    sampler = Sampler(1, rows, VOCABULARY, device)
-    sampler.begin(0, GREEDY, [1], masked=True)
-    positions = torch.arange(rows, device=device)[None]
-    none = torch.zeros_like(positions)
-    step = Step(none[0, :1], none, positions, none - 1, none)
-    times = []
-    for _ in range(16):
-        started = _now(options.device)
-        sampler.set_masks(0, bits)
-        sampler.sample(logits, step).tolist()
-        times.append(1000 * (_now(options.device) - started))
-    return {"draw_ms": statistics.median(times[1:])}
-
-
 def _now(device: str) -> float:
     if device != "cpu":
         torch.cuda.synchronize()
     return time.perf_counter()
-
-
-PARTS: list[Callable[[Options], dict[str, Any]]] = [long, saving, masks]
 
 
 @case(seconds=150)
@@ -156,19 +118,6 @@ def main(
     model: Annotated[Path | None, "folder of a grown pair"] = None,
     shape: Annotated[str | None, "of a pair to be grown: 27b"] = None,
     tokens: Annotated[int, "of the long conversation"] = 24_000,
-    only: Annotated[str, "parts, by name"] = "",
 ) -> None:
-    options = Options(report.device, model, shape, tokens)
-    for part in PARTS:
-        if only and part.__name__ not in only.split(","):
-            continue
-
-        def run(report: Report, part: Callable[[Options], dict[str, Any]] = part) -> None:
-            started = time.perf_counter()
-            line = {"part": part.__name__, "device": options.device, **part(options)}
-            line["seconds"] = round(time.perf_counter() - started, 1)
-            print(line, flush=True)
-            report.write(**line)
-
-        run.__name__ = part.__name__
-        report.part(run)
+    line = long(Options(report.device, model, shape, tokens))
+    report.line(part="long", device=report.device, **line, seconds=round(report.spent, 1))

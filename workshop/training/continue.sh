@@ -42,8 +42,8 @@ if [[ $PARTS == *target* ]]; then
 print(convert(Path('$WORK/Bough-40M'), Path('$WORK/target.gguf'), mix='q4_k_m').bytes, 'bytes')"
   split -b 15M -d "$WORK/target.gguf" "$OUT/target.gguf."
   if [[ -d $WORK/benchmarks ]]; then
-    stage loops 60 python -m workshop loops --data "$WORK/benchmarks" --model "$WORK/target.gguf" \
-      --most "$MOST" --texts "$OUT/loops.jsonl"
+    stage loops 60 python -m workshop scores --suites humaneval --n-gen 256 --data "$WORK/benchmarks" \
+      --model "$WORK/target.gguf" --out "$OUT/scores.jsonl" --most "$MOST" --texts "$OUT/loops.jsonl"
   fi
 fi
 

@@ -60,7 +60,6 @@ def candidates(card: Card, bucket: int, layouts: Iterable[Layout]) -> list[Tilin
     other, grouped = not built_in.halfway, cuda.grouped(card, bucket)
     tried = [
         built_in,
-        replace(built_in, wide=not built_in.wide),
         *(replace(built_in, stages=stages) for stages in range(2, 6)),
         replace(built_in, halfway=other),
         replace(built_in, stages=3, halfway=other),
@@ -69,7 +68,7 @@ def candidates(card: Card, bucket: int, layouts: Iterable[Layout]) -> list[Tilin
     for tiling in tried:
         macros = [cuda.defines(card, layout, bucket, tiling, grouped=grouped) for layout in layouts]
         # Without bulk copies a stage is always filled at the start.
-        variants = [(each["STAGES"], each["ROW_TILES"], each["BULK"] and each["HALFWAY"]) for each in macros]
+        variants = [(each["STAGES"], each["BULK"] and each["HALFWAY"]) for each in macros]
         distinct.setdefault(tuple(variants), tiling)
     return list(distinct.values())
 

@@ -1,7 +1,9 @@
 """The shapes and settings of a DFlash, DFlash2 or DSpark checkpoint, in either format. Imports no torch."""
 
+import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, Literal
 
 from bough.errors import ModelFileError, UnsupportedModel
@@ -9,6 +11,8 @@ from bough.gguf.header import TensorInfo, shorten
 from bough.gguf.reader import GGUFFile
 from bough.hub.names import DRAFT_ARCHITECTURES, is_draft_architecture
 from bough.models.spec import ModelSpec
+
+log = logging.getLogger(__name__)
 
 LayerKind = Literal["full", "sliding"]
 _GLOBAL_TENSORS = ("fc", "enc.output_norm", "output_norm")
@@ -34,6 +38,20 @@ _FIXED = {
     "use_swa": False,
     "shift_label": False,
 }
+# Whether rows of a block see only those before them, as z-lab, others and JetSpec spell it.
+_CAUSAL = ("is_causal", "causal", "causal_head")
+# Settings that change nothing here: of training, of the library that wrote the file, or said by the tensors.
+_IDLE = (
+    *("_name_or_path", "attention_bias", "attention_dropout", "auto_map", "bos_token_id", "dtype"),
+    *("eos_token_id", "initializer_range", "max_position_embeddings", "max_window_layers", "model_type"),
+    *("num_anchors", "pad_token_id", "sliding_window", "swa_window_size", "tie_word_embeddings"),
+    *("torch_dtype", "transformers_version", "use_cache", "use_sliding_window"),
+    # Of the heads that tensors show.
+    *("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"),
+    *("architectures", "dflash_config", "transformer_layer_config", "selector_rank", "selector_top_k"),
+    *("conv_kernel_size", "conv_group_size"),
+)
+_IDLE_PREFIXES = ("speculators_", "training_")
 _LARGEST = 1 << 30
 _LARGEST_NUMBER = 1e30  # float32 holds it
 _MOST_LAYERS = 256
@@ -177,21 +195,19 @@ class DraftSpec:
         keys = _Settings(source, {**backbone, **values})
         _check_architecture(keys)
         for key, needed in _FIXED.items():
-            if keys.values.get(key) not in (None, needed):
+            if keys.get(key) not in (None, needed):
                 raise UnsupportedModel(f"{source}: {key} is {shorten(keys.values[key])}, needed {needed!r}")
         if (trained := keys.optional("num_target_layers")) not in (None, target_depth):
             raise _mismatch(source, "num_target_layers", trained, f"the target's layers, {target_depth}")
         depth = keys.whole("num_hidden_layers", high=_MOST_LAYERS)
         layers = _config_layers(keys, depth)
         heads, width = keys.whole("num_attention_heads"), keys.whole("hidden_size")
-        if causal is None:
-            causal = keys.flag("is_causal")
-        if causal is None:
-            causal = keys.flag("causal")
+        for key in _CAUSAL:
+            causal = keys.flag(key) if causal is None else causal
         taps = keys.layer_ids("target_layer_ids")
         if taps is None and (after := keys.layer_ids("aux_hidden_state_layer_ids", low=1)) is not None:
             taps = [layer - 1 for layer in after]
-        return cls(
+        spec = cls(
             source=source,
             layers=layers,
             causal=_causality(layers, causal),
@@ -214,6 +230,8 @@ class DraftSpec:
             second=_second(keys, "") if config.get("architectures") == [DRAFT_ARCHITECTURES[1]] else None,
             from_anchor=keys.flag("sample_from_anchor"),
         )
+        keys.report_others(_CAUSAL)
+        return spec
 
     @classmethod
     def from_gguf(
@@ -252,7 +270,7 @@ class DraftSpec:
         mask = "tokenizer.ggml.mask_token_id"
         if mask not in file.metadata and "dflash.mask_token_id" in file.metadata:
             mask = "dflash.mask_token_id"  # in files from before June 2026
-        return cls(
+        spec = cls(
             source=source,
             layers=layers,
             causal=_causality(layers, keys.flag("dflash.attention.causal") if causal is None else causal),
@@ -271,6 +289,8 @@ class DraftSpec:
             second=_second(keys, "dflash.") if "dflash.selector_rank" in file.metadata else None,
             from_anchor=keys.flag("dflash.sample_from_anchor"),
         )
+        keys.report_others(("dflash.attention.causal", "dflash.context_length", *fixed), "dflash.")
+        return spec
 
     def __post_init__(self) -> None:
         faults = [
@@ -297,6 +317,12 @@ class DraftSpec:
                 raise UnsupportedModel(f"{self.source}: {key} is {seen}, needed {needed}")
 
 
+@cache
+def _warn_once(text: str) -> None:
+    """Files are read more than once: for a plan, for the weights."""
+    log.warning("%s: if it accepts less than expected, this may be why", text)
+
+
 def _mismatch(source: str, key: str, seen: Any, needed: str) -> UnsupportedModel:
     return UnsupportedModel(
         f"{source}: the draft does not fit the target: {key} is {seen}, needed {needed}",
@@ -320,7 +346,7 @@ def default_taps(target_depth: int, draft_depth: int) -> list[int]:
 
 
 def _check_architecture(keys: "_Settings") -> None:
-    names = keys.values.get("architectures")
+    names = keys.get("architectures")
     if names is None or names == []:
         return
     if type(names) is not list or not is_draft_architecture(names[0]):
@@ -342,7 +368,7 @@ def _second(keys: "_Settings", prefix: str) -> SecondSpec:
 
 
 def _config_layers(keys: "_Settings", depth: int) -> tuple[LayerKind, ...]:
-    kinds = keys.values.get("layer_types")
+    kinds = keys.get("layer_types")
     if kinds is None:
         slides = keys.flag("use_sliding_window") and keys.optional("sliding_window")
         first = keys.whole("max_window_layers", _WINDOW_FROM, low=0) if slides else depth
@@ -360,10 +386,10 @@ def _config_rope(keys: "_Settings") -> float:
     theta = keys.number("rope_theta", 10000.0)
     for key in ("rope_scaling", "rope_parameters"):
         rope = _Settings(f"{keys.source}: {key}", _of_all_layers(keys.table(key)))
-        kind = rope.values.get("rope_type", rope.values.get("type", "default"))
+        kind = rope.get("rope_type", rope.get("type", "default"))
         if kind != "default":
             raise UnsupportedModel(f"{rope.source}: rope_type is {shorten(kind)}, needed 'default'")
-        partial = rope.values.get("partial_rotary_factor") not in (None, 1)
+        partial = rope.get("partial_rotary_factor") not in (None, 1)
         if partial or any(isinstance(value, dict) for value in rope.values.values()):
             seen = shorten(dict(rope.values))
             raise UnsupportedModel(
@@ -384,7 +410,7 @@ def _gguf_layers(keys: "_Settings", depth: int) -> tuple[tuple[LayerKind, ...], 
     """Return the kinds of the layers and the window of the sliding ones."""
     window = keys.whole("dflash.attention.sliding_window", 0, low=0)
     key = "dflash.attention.sliding_window_pattern"
-    pattern = keys.values.get(key)
+    pattern = keys.get(key)
     if pattern is None and not window:
         return ("full",) * depth, 0
     if type(pattern) is not list or len(pattern) != depth or any(type(flag) is not bool for flag in pattern):
@@ -405,9 +431,27 @@ class _Settings:
 
     source: str
     values: Mapping[str, Any]
+    read: set[str] = field(default_factory=set)  # keys that were asked for
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.read.add(key)
+        return self.values.get(key, default)
+
+    def report_others(self, known: tuple[str, ...] = (), prefix: str = "") -> None:
+        """Warn of settings with a value that were not read: they may change what the draft computes."""
+        others = [
+            key
+            for key, value in self.values.items()
+            if key.startswith(prefix) and value is not None and value is not False and value != {}
+            if key not in self.read and key not in known
+            if key.removeprefix(prefix) not in _IDLE and not key.startswith(_IDLE_PREFIXES)
+        ]
+        if others:
+            names = ", ".join(shorten(key) for key in sorted(others))
+            _warn_once(f"{self.source}: the draft's settings {names} are not known here and not used")
 
     def whole(self, key: str, default: int | None = None, *, low: int = 1, high: int = _LARGEST) -> int:
-        value: Any = self.values.get(key)
+        value: Any = self.get(key)
         if value is None:
             value = default
         if type(value) is not int or not low <= value <= high:
@@ -415,10 +459,10 @@ class _Settings:
         return value
 
     def optional(self, key: str) -> int | None:
-        return None if self.values.get(key) is None else self.whole(key)
+        return None if self.get(key) is None else self.whole(key)
 
     def number(self, key: str, default: float | None = None, *, zero: bool = False) -> float:
-        value: Any = self.values.get(key)
+        value: Any = self.get(key)
         if value is None:
             value = default
         numeric = isinstance(value, int | float) and not isinstance(value, bool)
@@ -427,13 +471,13 @@ class _Settings:
         raise self.bad(key, f"a number {'from' if zero else 'above'} 0 to {_LARGEST_NUMBER:g}")
 
     def flag(self, key: str) -> bool | None:
-        value = self.values.get(key)
+        value = self.get(key)
         if value is not None and type(value) is not bool:
             raise self.bad(key, "true or false")
         return value
 
     def layer_ids(self, key: str, *, low: int = 0) -> list[int] | None:
-        value = self.values.get(key)
+        value = self.get(key)
         if value is None:
             return None
         sound = type(value) is list and 0 < len(value) <= _MOST_LAYERS
@@ -442,7 +486,7 @@ class _Settings:
         return value
 
     def table(self, key: str) -> Mapping[str, Any]:
-        value = self.values.get(key)
+        value = self.get(key)
         if value is None:
             return {}
         if not isinstance(value, dict):
@@ -450,6 +494,6 @@ class _Settings:
         return value
 
     def bad(self, key: str, needed: str) -> ModelFileError:
-        value = self.values.get(key)
+        value = self.get(key)
         seen = "missing" if value is None else shorten(value)
         return ModelFileError(f"{self.source}: {key} is {seen}, needed {needed}")

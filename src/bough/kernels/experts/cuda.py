@@ -46,10 +46,9 @@ class ExpertShape:
         return min(_MAX_STAGES, (share - _ROUNDED) // (self.stage_bytes(layout) + 12 + 8 * self.tokens))
 
     def defines(self, card: Card, layout: Layout) -> dict[str, int]:
-        sizes = {"TOKENS": self.tokens, "BLOCK_TILES": self.tiles, "RESIDENT": self.resident, "ROW_TILES": 1}
-        return (
-            layout_defines(layout) | sizes | {"STAGES": self.stages(card, layout), "OVERLAP": int(card.pdl)}
-        )
+        sizes = {"TOKENS": self.tokens, "BLOCK_TILES": self.tiles, "RESIDENT": self.resident}
+        sizes |= {"STAGES": self.stages(card, layout), "OVERLAP": int(card.pdl)}
+        return layout_defines(layout) | sizes
 
 
 def shape_of(card: Card, layout: Layout, tokens: int) -> ExpertShape:

@@ -78,31 +78,30 @@ experts(const u8* __restrict__ w, const float* __restrict__ row_scale, const u8*
   };
   for (int i = 0; i < STAGES - 1; i++) fill();
   const Constants c = constants(lane);
-  float sums[SUMS][4];
-  auto clear = [&]() { UNROLL for (int f = 0; f < SUMS; f++) UNROLL for (int e = 0; e < 4; e++) sums[f][e] = 0.f; };
+  float sums[TILES][4];
+  auto clear = [&]() { UNROLL for (int f = 0; f < TILES; f++) UNROLL for (int e = 0; e < 4; e++) sums[f][e] = 0.f; };
   clear();
   int slot = 0, step = 0, place = 0;
   auto finish = [&]() {
     const Item& item = items[place];
-    const int row0 = item.block * BLOCK_ROWS + warp * (16 * ROW_TILES) + (lane >> 2);
+    const int row0 = item.block * BLOCK_ROWS + warp * 16 + (lane >> 2);
     const float* scales = row_scale + (size_t)item.expert * expert_tiles * 16 + row0;
-    UNROLL for (int m = 0; m < ROW_TILES; m++)
-      UNROLL for (int r = 0; r < 2; r++) {
-        const int row = row0 + 16 * m + 8 * r;
-        const float scale = __ldg(scales + 16 * m + 8 * r);
-        UNROLL for (int n = 0; n < TILES; n++)
-          UNROLL for (int e = 0; e < 2; e++) {
-            const int token = n * 8 + 2 * (lane & 3) + e;
-            if (token < item.count && row < rows) y[(size_t)item.pair[token] * rows + row] = sums[m * TILES + n][2 * r + e] * scale * item.scale[token];
-          }
-      }
+    UNROLL for (int r = 0; r < 2; r++) {
+      const int row = row0 + 8 * r;
+      const float scale = __ldg(scales + 8 * r);
+      UNROLL for (int n = 0; n < TILES; n++)
+        UNROLL for (int e = 0; e < 2; e++) {
+          const int token = n * 8 + 2 * (lane & 3) + e;
+          if (token < item.count && row < rows) y[(size_t)item.pair[token] * rows + row] = sums[n][2 * r + e] * scale * item.scale[token];
+        }
+    }
   };
   for (int i = 0; i < units; i++) {
     asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
     __syncthreads();
     fill();
     const u32 stage = ring0 + slot * STAGE_BYTES;
-    multiply(sums, stage + warp * (ROW_TILES * TILE_BYTES), stage + WEIGHT_BYTES, lane, c, []() {});
+    multiply(sums, stage + warp * TILE_BYTES, stage + WEIGHT_BYTES, lane, c, []() {});
     if (++slot == STAGES) slot = 0;
     if (++step < depth) continue;
     finish();

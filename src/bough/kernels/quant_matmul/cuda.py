@@ -76,11 +76,6 @@ def _stage_bytes(card: Card, stage: Layout, bucket: int) -> int:
     return block_tiles(card, stage) * stage.tile_bytes + 2 * stage.unit * bucket
 
 
-def row_tiles(card: Card, tiling: Tiling) -> int:
-    """Return the row tiles of a warp. Half as many warps need a second resident block."""
-    return 2 if card.bulk_copies and resident_blocks(card) > 1 and tiling.wide else 1
-
-
 def grouped(card: Card, rows: int) -> bool:
     """Return whether so many rows are packed for warp-group mma there."""
     return card.arch == "sm_90" and (bucket_of(rows) or 0) >= GROUPED_FROM
@@ -138,7 +133,6 @@ def defines(
         "TOKENS": bucket,
         "STAGES": depth,
         "BULK": int(card.bulk_copies),
-        "ROW_TILES": 1 if grouped else row_tiles(card, tiling),
         "HALFWAY": int(tiling.halfway and depth >= _MIN_HALFWAY_STAGES),
     }
     return macros | {"GROUPED": 1} if grouped else macros
@@ -175,7 +169,7 @@ def variant(layout: Layout, bucket: int, tiling: Tiling, device: torch.device, *
     return Variant(
         module.kernel(
             "matmul",
-            threads=32 * macros["BLOCK_TILES"] // macros["ROW_TILES"],
+            threads=32 * macros["BLOCK_TILES"],
             shared=macros["STAGES"] * stage_bytes(card, layout, bucket),
             overlap=card.pdl,
         ),

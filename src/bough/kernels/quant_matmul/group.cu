@@ -14,7 +14,7 @@ DEVICE void group_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n
 
 // As in weights.cu. All reads of the stage have ended when it returns.
 template <class Between>
-DEVICE u32 multiply(float (&sums)[SUMS][4], u32 at, u32 xs, int lane, const Constants& c, Between halfway) {
+DEVICE u32 multiply(float (&sums)[TILES][4], u32 at, u32 xs, int lane, const Constants& c, Between halfway) {
   Tile t;
   load_tile(t, at, lane);
   const u32 x = descriptor(xs);

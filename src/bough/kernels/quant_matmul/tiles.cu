@@ -7,7 +7,6 @@
 //   HALVES      stages of a tile: 2 halves, without BULK, or 1
 //   BLOCK_TILES 16-row tiles of a CTA: 8, or, without BULK, 16
 //   STAGES      of the ring in shared memory                  BULK    1: bulk copies and mbarriers (sm_90 and up)
-//   ROW_TILES   row tiles of a warp: with two, x is read from shared memory half as often
 //   HALFWAY     1: a stage is refilled in the middle of the next unit, when other warps have left it
 //
 // A code is used as the float16 with the same bits, a subnormal: code * 2^-24, exactly. One fma on two codes
@@ -89,20 +88,20 @@ DEVICE uint4 load_part(const uint4* p) {
 DEVICE void store_part(uint4* p, uint4 v) {
   asm volatile("st.relaxed.gpu.global.v4.u32 [%0],{%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
-DEVICE uint4* part_of(uint4* parts, int cta, int warp, int lane) { return parts + ((size_t)cta * WARPS + warp) * (SUMS * 32) + lane; }
+DEVICE uint4* part_of(uint4* parts, int cta, int warp, int lane) { return parts + ((size_t)cta * BLOCK_TILES + warp) * (TILES * 32) + lane; }
 
 // Adds the partial sums of CTAs first to last of a block of rows, in this order.
-DEVICE void add_parts(float (&sums)[SUMS][4], uint4* parts, int first, int last, int warp, int lane) {
+DEVICE void add_parts(float (&sums)[TILES][4], uint4* parts, int first, int last, int warp, int lane) {
   // Loads in flight at a time, as many as registers hold: each iteration is a round trip to L2.
-  constexpr int AHEAD = SUMS <= 2 ? 8 : SUMS <= 2 + 2 * ROW_TILES ? 4 : SUMS <= 6 * ROW_TILES ? 2 : 1;
+  constexpr int AHEAD = TILES <= 2 ? 8 : TILES <= 4 ? 4 : TILES <= 6 ? 2 : 1;
   for (int base = first; base <= last; base += AHEAD) {
-    uint4 v[AHEAD][SUMS];
+    uint4 v[AHEAD][TILES];
     UNROLL for (int k = 0; k < AHEAD; k++)
-      if (base + k <= last) UNROLL for (int f = 0; f < SUMS; f++) v[k][f] = load_part(part_of(parts, base + k, warp, lane) + f * 32);
+      if (base + k <= last) UNROLL for (int f = 0; f < TILES; f++) v[k][f] = load_part(part_of(parts, base + k, warp, lane) + f * 32);
     UNROLL for (int k = 0; k < AHEAD; k++)
       if (base + k <= last) {
         uint4* part = part_of(parts, base + k, warp, lane);
-        UNROLL for (int f = 0; f < SUMS; f++) {
+        UNROLL for (int f = 0; f < TILES; f++) {
           uint4 z = v[k][f];
           while (z.x == UNWRITTEN || z.y == UNWRITTEN || z.z == UNWRITTEN || z.w == UNWRITTEN) z = load_part(part + f * 32);
           store_part(part + f * 32, make_uint4(UNWRITTEN, UNWRITTEN, UNWRITTEN, UNWRITTEN));
@@ -113,13 +112,12 @@ DEVICE void add_parts(float (&sums)[SUMS][4], uint4* parts, int first, int last,
   }
 }
 
-DEVICE void store(const float (&v)[SUMS][4], float* y, const float* x_scale, int row0, int rows, int stride, int tokens, int lane) {
-  UNROLL for (int m = 0; m < ROW_TILES; m++)
-    UNROLL for (int n = 0; n < TILES; n++)
-      UNROLL for (int e = 0; e < 4; e++) {
-        const int row = row0 + 16 * m + (lane >> 2) + 8 * (e >> 1), token = n * 8 + 2 * (lane & 3) + (e & 1);
-        if (token < tokens && row < rows) y[(size_t)token * stride + row] = v[m * TILES + n][e] * x_scale[token];
-      }
+DEVICE void store(const float (&v)[TILES][4], float* y, const float* x_scale, int row0, int rows, int stride, int tokens, int lane) {
+  UNROLL for (int n = 0; n < TILES; n++)
+    UNROLL for (int e = 0; e < 4; e++) {
+      const int row = row0 + (lane >> 2) + 8 * (e >> 1), token = n * 8 + 2 * (lane & 3) + (e & 1);
+      if (token < tokens && row < rows) y[(size_t)token * stride + row] = v[n][e] * x_scale[token];
+    }
 }
 
 // y [tokens, stride] = x w^T. w: tiles [depth][tiles]; x: float16 [K/32][TOKENS][32], times x_scale [TOKENS];
@@ -215,18 +213,18 @@ matmul(const u8* __restrict__ w, const float* __restrict__ row_scale, const u8* 
   if (threadIdx.x < tokens) x_scales[threadIdx.x] = __ldcg(x_scale + threadIdx.x);
   __syncthreads();
   const Constants c = constants(lane);
-  float sums[SUMS][4];
-  UNROLL for (int f = 0; f < SUMS; f++) UNROLL for (int e = 0; e < 4; e++) sums[f][e] = 0.f;
+  float sums[TILES][4];
+  UNROLL for (int f = 0; f < TILES; f++) UNROLL for (int e = 0; e < 4; e++) sums[f][e] = 0.f;
   int slot = 0, phase = 0, started = step0, block = block0, step = step0;
-  float scales[2 * ROW_TILES];
+  float scales[2];
   auto load_scales = [&]() {
-    const float* mine = row_scale + block * BLOCK_ROWS + warp * (16 * ROW_TILES) + (lane >> 2);
-    const bool inside = block * BLOCK_TILES + warp * ROW_TILES < tiles;
-    UNROLL for (int r = 0; r < 2 * ROW_TILES; r++) scales[r] = inside ? __ldg(mine + 8 * r) : 0.f;
+    const float* mine = row_scale + block * BLOCK_ROWS + warp * 16 + (lane >> 2);
+    const bool inside = block * BLOCK_TILES + warp < tiles;
+    UNROLL for (int r = 0; r < 2; r++) scales[r] = inside ? __ldg(mine + 8 * r) : 0.f;
   };
   auto write = [&](float* to, int first_row, int limit, int pitch) {
-    UNROLL for (int f = 0; f < SUMS; f++) UNROLL for (int e = 0; e < 4; e++) sums[f][e] *= scales[f / TILES * 2 + (e >> 1)];
-    store(sums, to, x_scales, first_row + warp * (16 * ROW_TILES), limit, pitch, tokens, lane);
+    UNROLL for (int f = 0; f < TILES; f++) UNROLL for (int e = 0; e < 4; e++) sums[f][e] *= scales[e >> 1];
+    store(sums, to, x_scales, first_row + warp * 16, limit, pitch, tokens, lane);
   };
   auto finish = [&]() { write(y, block * BLOCK_ROWS, rows, stride); };
   auto write_partial = [&](int segment) { write((float*)parts + (size_t)(2 * cta + segment) * (BLOCK_ROWS * TOKENS), 0, BLOCK_ROWS, BLOCK_ROWS); };
@@ -242,7 +240,7 @@ matmul(const u8* __restrict__ w, const float* __restrict__ row_scale, const u8* 
     fill();
 #endif
     const u32 stage = ring0 + slot * STAGE_BYTES;
-    const u32 last = multiply(sums, stage + warp * (ROW_TILES * TILE_BYTES), stage + WEIGHT_BYTES, lane, c, [&]() {
+    const u32 last = multiply(sums, stage + warp * TILE_BYTES, stage + WEIGHT_BYTES, lane, c, [&]() {
 #if BULK
       if (HALFWAY) refill(i);
 #endif
@@ -254,7 +252,7 @@ matmul(const u8* __restrict__ w, const float* __restrict__ row_scale, const u8* 
     if (++slot == STAGES) slot = 0, phase ^= 1;
     if (started && (step == steps - 1 || i == units - 1)) {
       if (partial) write_partial(0);
-      else UNROLL for (int f = 0; f < SUMS; f++) store_part(part_of(parts, cta, warp, lane) + f * 32, *(uint4*)sums[f]);
+      else UNROLL for (int f = 0; f < TILES; f++) store_part(part_of(parts, cta, warp, lane) + f * 32, *(uint4*)sums[f]);
       if (i == units - 1) step = steps - 1;
     } else if (step == steps - 1) {
       finish();
@@ -262,7 +260,7 @@ matmul(const u8* __restrict__ w, const float* __restrict__ row_scale, const u8* 
     if (++step < steps) continue;
     step = started = 0;
     if (++block < blocks) load_scales();
-    UNROLL for (int f = 0; f < SUMS; f++) UNROLL for (int e = 0; e < 4; e++) sums[f][e] = 0.f;
+    UNROLL for (int f = 0; f < TILES; f++) UNROLL for (int e = 0; e < 4; e++) sums[f][e] = 0.f;
   }
   if (step && partial) {
     write_partial(1);

@@ -12,7 +12,7 @@ from bough.kernels.quant_matmul.rows import BUCKETS
 from bough.kernels.quant_matmul.tiling import MAX_STAGES, Tiling
 from bough.kernels.runtime.nvrtc import cache_folder
 
-_VERSION = 1
+_VERSION = 2
 _INVALID = (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError)
 
 log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ def _bucket(rows: str) -> int:
 
 def _tiling(values: Mapping[str, Any]) -> Tiling:
     tiling = Tiling(**values)
-    switches = type(tiling.wide) is bool and type(tiling.halfway) is bool
-    if type(tiling.stages) is not int or not 2 <= tiling.stages <= MAX_STAGES or not switches:
-        raise ValueError(f"it holds {dict(values)}, needed 2 to {MAX_STAGES} stages and two switches")
+    stages = tiling.stages
+    if type(stages) is not int or not 2 <= stages <= MAX_STAGES or type(tiling.halfway) is not bool:
+        raise ValueError(f"it holds {dict(values)}, needed 2 to {MAX_STAGES} stages and a switch")
     return tiling

@@ -13,9 +13,7 @@ typedef unsigned char u8;
 #endif
 
 constexpr int BLOCK_ROWS = 16 * BLOCK_TILES;
-constexpr int WARPS = BLOCK_TILES / ROW_TILES;
-constexpr int TILES = TOKENS / 8;
-constexpr int SUMS = ROW_TILES * TILES;  // fragments of a warp: that of row tile m and token tile n is m * TILES + n
+constexpr int TILES = TOKENS / 8;  // of the mma: fragments of sums of a warp, which has 16 rows
 constexpr int LOW_BYTES = 2 * UNIT * LOW;
 constexpr int HIGH_BYTES = 2 * UNIT * HIGH;
 constexpr int SCALE_AT = LOW_BYTES + HIGH_BYTES;
@@ -24,7 +22,7 @@ constexpr int TILE_BYTES = SCALE_AT + SCALE_BYTES;
 constexpr int WEIGHT_BYTES = BLOCK_TILES * TILE_BYTES;
 constexpr int X_BYTES = 2 * UNIT * TOKENS;
 constexpr int STAGE_BYTES = WEIGHT_BYTES + X_BYTES;
-constexpr int THREADS = WARPS * 32;
+constexpr int THREADS = BLOCK_TILES * 32;
 constexpr int SPANS = UNIT / 64;
 constexpr int GROUPS = UNIT / 32;
 
@@ -230,36 +228,32 @@ DEVICE uint4 load_low(u32 at, int j, int h, int lane) {
 }
 
 #ifndef GROUPED
-// One unit: `at` is the first of this warp's tiles in the stage, `xs` the stage's x. A fragment's two mma of 32 columns
+// One unit: `at` is this warp's tile in the stage, `xs` the stage's x. A fragment's two mma of 32 columns
 // are apart, so that the second need not wait for the first. Returns bits of the last loads.
 template <class Between>
-DEVICE u32 multiply(float (&sums)[SUMS][4], u32 at, u32 xs, int lane, const Constants& c, Between halfway) {
+DEVICE u32 multiply(float (&sums)[TILES][4], u32 at, u32 xs, int lane, const Constants& c, Between halfway) {
   constexpr int CHUNK = TILES % 4 == 0 ? 4 : TILES % 3 == 0 ? 3 : TILES;
-  Tile t[ROW_TILES];
-  UNROLL for (int m = 0; m < ROW_TILES; m++) load_tile(t[m], at + m * TILE_BYTES, lane);
+  Tile t;
+  load_tile(t, at, lane);
   const u32 mine = xs + lane * 16;
   u32 last = 0;
   UNROLL for (int j = 0; j < SPANS; j++) {
-    uint4 low[ROW_TILES];
+    uint4 low;
     UNROLL for (int h = 0; h < 2; h++) {
-      u32 a[ROW_TILES][8];
-      UNROLL for (int m = 0; m < ROW_TILES; m++) {
-        if (LOW == 8 || (LOW == 4 && h == 0)) low[m] = load_low(at + m * TILE_BYTES, j, h, lane);
-        weights(a[m], t[m], at + m * TILE_BYTES, low[m], j, h, lane, c);
-        if (LOW == 16 && j == SPANS - 1 && h == 1) last |= a[m][6] | a[m][7];
-      }
+      u32 a[8];
+      if (LOW == 8 || (LOW == 4 && h == 0)) low = load_low(at, j, h, lane);
+      weights(a, t, at, low, j, h, lane, c);
+      if (LOW == 16 && j == SPANS - 1 && h == 1) last |= a[6] | a[7];
       UNROLL for (int first = 0; first < TILES; first += CHUNK) {
         uint4 b[CHUNK];
         UNROLL for (int n = 0; n < CHUNK; n++) b[n] = load128(mine + (2 * j + h) * (TOKENS * 64) + (first + n) * 512);
         if (j == SPANS - 1 && h == 1) UNROLL for (int n = 0; n < CHUNK; n++) last |= b[n].w;
-        UNROLL for (int m = 0; m < ROW_TILES; m++)
-          UNROLL for (int n = 0; n < CHUNK; n++) mma(sums[m * TILES + first + n], a[m], b[n].x, b[n].y);
-        UNROLL for (int m = 0; m < ROW_TILES; m++)
-          UNROLL for (int n = 0; n < CHUNK; n++) mma(sums[m * TILES + first + n], a[m] + 4, b[n].z, b[n].w);
+        UNROLL for (int n = 0; n < CHUNK; n++) mma(sums[first + n], a, b[n].x, b[n].y);
+        UNROLL for (int n = 0; n < CHUNK; n++) mma(sums[first + n], a + 4, b[n].z, b[n].w);
       }
     }
     if (j == SPANS / 2 - 1) halfway();
-    if (LOW < 16 && j == SPANS - 1) UNROLL for (int m = 0; m < ROW_TILES; m++) last |= low[m].w;
+    if (LOW < 16 && j == SPANS - 1) last |= low.w;
   }
   return last;
 }
