@@ -84,10 +84,10 @@ def _mistaken_gelu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _mistaken_corners(monkeypatch: pytest.MonkeyPatch) -> None:
-    def taps(count: int, side: int, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def taps(count: int, side: int, device: torch.device) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
         places = ((torch.arange(count) + 0.5) * side / count - 0.5).clamp(0, side - 1)
         low = places.floor()
-        return [(low.long(), 1 - places + low), ((low + 1).clamp(max=side - 1).long(), places - low)]
+        return (low.long(), (low + 1).clamp(max=side - 1).long()), (1 - places + low, places - low)
 
     monkeypatch.setattr(vision, "_taps", taps)
 
@@ -95,7 +95,9 @@ def _mistaken_corners(monkeypatch: pytest.MonkeyPatch) -> None:
 def _mistaken_axes(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = VisionTower._angles
     monkeypatch.setattr(
-        VisionTower, "_angles", lambda tower, h, w: tuple(torch.roll(part, 8, -1) for part in plain(tower, h, w))
+        VisionTower,
+        "_angles",
+        lambda tower, h, w: tuple(torch.roll(part, 8, -1) for part in plain(tower, h, w)),
     )
 
 
@@ -163,9 +165,9 @@ def test_damaged_files_are_refused_by_tensor(tmp_path: Path) -> None:
     settings = vision_settings()
     weights = random_weights(settings)
     missing = {name: tensor for name, tensor in weights.items() if name != "blocks.1.norm2.bias"}
-    with pytest.raises(BadGGUF, match="v.blk.1.ln2.bias"):
+    with pytest.raises(BadGGUF, match=r"v\.blk\.1\.ln2\.bias"):
         loaded(write_mmproj(tmp_path / "a.gguf", settings, missing))
-    with pytest.raises(BadGGUF, match="mm.2.weight"):
+    with pytest.raises(BadGGUF, match=r"mm\.2\.weight"):
         loaded(write_mmproj(tmp_path / "b.gguf", settings | {"out_hidden_size": 65}, weights))
 
 
@@ -174,13 +176,14 @@ def test_an_encoder_of_another_model_is_refused(tmp_path: Path, tiny_model: Call
     path = write_mmproj(tmp_path / "mmproj.gguf", settings, random_weights(settings))
     with GGUFFile.open(path) as file, GGUFFile.open(tiny_model()) as model:
         target = ModelSpec.from_gguf(model)
-        with pytest.raises(UnsupportedModel, match=f"96 values.* has {target.width}"):
+        with pytest.raises(UnsupportedModel, match=rf"96 values.* has {target.width}"):
             VisionSpec.from_gguf(file).check_target(file, target)
     settings = vision_settings(out=target.width)
     path = write_mmproj(tmp_path / "right.gguf", settings, random_weights(settings))
     with GGUFFile.open(path) as file, GGUFFile.open(tiny_model("qwen3")) as model:
+        spec, blind = VisionSpec.from_gguf(file), ModelSpec.from_gguf(model)
         with pytest.raises(UnsupportedModel, match="takes no images"):
-            VisionSpec.from_gguf(file).check_target(file, ModelSpec.from_gguf(model))
+            spec.check_target(file, blind)
 
 
 def test_bytes_are_those_held(tmp_path: Path) -> None:

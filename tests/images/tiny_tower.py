@@ -1,4 +1,4 @@
-"""Tiny random vision towers: transformers' model, and the mmproj file that llama.cpp's converter makes of it."""
+"""Tiny random vision towers: transformers' model, and the file that llama.cpp's converter makes of it."""
 
 from collections.abc import Mapping
 from pathlib import Path

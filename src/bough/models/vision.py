@@ -59,7 +59,9 @@ class VisionSpec:
             )
         width, heads = count("embedding_length"), count("attention.head_count")
         if width % (4 * heads):
-            raise UnsupportedModel(f"{file.path}: {heads} heads in a width of {width}, needed a multiple of 4")
+            raise UnsupportedModel(
+                f"{file.path}: {heads} heads in a width of {width}, needed a multiple of 4"
+            )
         table = file.require_tensor("v.position_embd.weight").shape
         side = isqrt(table[0])
         if side * side != table[0]:
@@ -72,12 +74,12 @@ class VisionSpec:
         if self.out != target.width:
             raise UnsupportedModel(
                 f"{file.path}: the image encoder writes rows of {self.out} values"
-                f" (clip.vision.projection_dim), {target.name} has {target.width}: it belongs to another model",
+                f" (clip.vision.projection_dim), {target.name} has {target.width}: it is of another model",
                 "name the right file as `mmproj`, or set `no_images`",
             )
         if not target.rope_sections:
             raise UnsupportedModel(
-                f"{target.name} takes no images: its file has no rope.dimension_sections of a model that does",
+                f"{target.name} takes no images: its file has no rope.dimension_sections for them",
                 "set `no_images`",
             )
 
@@ -87,7 +89,7 @@ def check_encoder(file: GGUFFile) -> None:
     kind = file.get("general.architecture", str, "")
     if kind != ARCHITECTURE or not file.get("clip.has_vision_encoder", bool, False):
         raise UnsupportedModel(
-            f"{file.path}: general.architecture is {kind!r}, needed {ARCHITECTURE!r}, an image encoder (mmproj)"
+            f"{file.path}: general.architecture is {kind!r}, needed {ARCHITECTURE!r}: an image encoder"
         )
     projector = file.get("clip.projector_type", str, "")
     if projector != PROJECTOR:
@@ -178,15 +180,15 @@ class VisionTower:
         return second(gelu(first(self._merger_norm.norm(x).unflatten(0, (rows * columns, -1)).flatten(1))))
 
     def _positions(self, height: int, width: int) -> Tensor:
-        """Return the position embeddings [height, width, tower's width], the table's corners at the corners."""
+        """Return the position embeddings [height, width, tower's width]; the corners are the table's."""
         table = self._table.view(self.spec.side, self.spec.side, -1)
-        rows = _taps(height, self.spec.side, self.device)
-        table = sum(table[index] * weight[:, None, None] for index, weight in rows)
-        columns = _taps(width, self.spec.side, self.device)
-        return sum(table[:, index] * weight[:, None] for index, weight in columns)
+        (low, high), (fall, rise) = _taps(height, self.spec.side, self.device)
+        table = table[low] * fall[:, None, None] + table[high] * rise[:, None, None]
+        (low, high), (fall, rise) = _taps(width, self.spec.side, self.device)
+        return table[:, low] * fall[:, None] + table[:, high] * rise[:, None]
 
     def _angles(self, height: int, width: int) -> tuple[Tensor, Tensor]:
-        """Return cos and sin [patches, 1, head_dim / 2]: of the row for one half, of the column for the other."""
+        """Return cos and sin [patches, 1, head_dim / 2]: one half of the row, the other of the column."""
         down, across = (torch.arange(count, device=self.device) for count in (height, width))
         places = in_blocks(torch.stack(torch.meshgrid(down, across, indexing="ij"), -1))
         angles = (places[..., None] * self._frequencies).flatten(1)[:, None]
@@ -235,12 +237,11 @@ def in_blocks(grid: Tensor) -> Tensor:
     return tokens.transpose(1, 2).flatten(0, 3)
 
 
-def _taps(count: int, side: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """Return the two indices [count] into a line of `side` values, and weights, that it is stretched by."""
+def _taps(count: int, side: int, device: torch.device) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Return two indices [count] each into a line of `side` values that is stretched, and their weights."""
     places = torch.arange(count, dtype=torch.float32, device=device) * (side - 1) / max(1, count - 1)
     low = places.floor()
-    high = (low + 1).clamp(max=side - 1)
-    return [(low.long(), 1 - (places - low)), (high.long(), places - low)]
+    return (low.long(), (low + 1).clamp(max=side - 1).long()), (1 - (places - low), places - low)
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
