@@ -50,10 +50,10 @@ def test_usage_lists_approximations(echo_server: Live, tiny_model: Callable[...,
 
 
 def test_usage_counts_loops_of_reasoning_where_there_were_any():
-    assert outputs.loops(RequestStats(reasoning_loops=1), RequestStats(reasoning_loops=2)) == {
+    assert outputs.notes(RequestStats(reasoning_loops=1), RequestStats(reasoning_loops=2)) == {
         "reasoning_loops": 3
     }
-    assert outputs.loops(RequestStats()) == {}
+    assert outputs.notes(RequestStats()) == {}
 
 
 def test_max_tokens_is_limited_by_the_context(pair_server: Live):

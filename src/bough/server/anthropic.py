@@ -10,7 +10,7 @@ from bough.server import options, outputs
 from bough.server.failures import Failure
 from bough.server.options import Thinking
 from bough.server.schemas import MessagesBody, Object
-from bough.server.service import Service
+from bough.server.service import Service, Writer
 from bough.server.sse import comment, event
 from bough.session.collected import GeneratedOutput, OutputBlock
 from bough.session.requests import Finished, Progress, SessionEvent, TextRequest
@@ -163,7 +163,7 @@ def _parts(content: Any) -> list[Any]:
 
 
 @dataclass(slots=True)
-class MessagesWriter:
+class MessagesWriter(Writer):
     service: Service
     body: MessagesBody
     id: str
@@ -280,8 +280,5 @@ def _usage(finished: Finished) -> Object:
         "cache_creation_input_tokens": 0,
         "output_tokens": stats.generated_tokens,
         "speculation": outputs.speculation(stats),
-        **outputs.loops(stats),
-        **outputs.approximate(stats),
-        **outputs.reused(stats),
-        **outputs.compression(stats),
+        **outputs.notes(stats),
     }

@@ -4,12 +4,13 @@ import itertools
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar, Generic, TypeVar
 
+from bough.engine.stats import RequestStats
 from bough.errors import UsageError
 from bough.server import options, outputs
 from bough.server.failures import Failure
-from bough.server.schemas import ChatBody, Object, TemplateBody
+from bough.server.schemas import ChatBody, Object, SamplingBody, TemplateBody
 from bough.server.service import Service
 from bough.server.sse import DONE, comment, event
 from bough.session.collected import GeneratedOutput
@@ -38,6 +39,8 @@ _RESERVED = (
     "boundaries",
     "continue_final",
 )
+
+B = TypeVar("B", bound=SamplingBody)
 
 
 def to_requests(body: ChatBody, service: Service) -> list[TextRequest]:
@@ -162,75 +165,37 @@ def _allowed(choice: str | Object | None) -> Mapping[str, Any]:
 
 
 @dataclass(slots=True)
-class ChatWriter:
+class ChoicesWriter(Generic[B]):
+    """What OpenAI's chat and text completions have in common: several choices, in chunks or in one object."""
+
     service: Service
-    body: ChatBody
+    body: B
     id: str
     created: int = field(default_factory=lambda: int(time.time()))
     outputs: dict[int, GeneratedOutput] = field(default_factory=dict)
 
-    @property
-    def model(self) -> str:
-        return self.body.model or self.service.model_name
+    kind: ClassVar[str]  # `object` of the response
+    chunk_kind: ClassVar[str]
 
-    def write(self, index: int, piece: SessionEvent) -> bytes:
-        if isinstance(piece, Progress):
-            return b""
-        fresh = index not in self.outputs
-        output = self.outputs.setdefault(index, GeneratedOutput())
-        output.add(piece)
-        # An empty string would start a text in clients before a tool call or reasoning.
-        content = "" if isinstance(piece, Text | Finished) else None
-        begin = self._chunk(index, {"role": "assistant", "content": content}) if fresh else b""
-        return begin + self._delta(index, piece)
+    def choice(self, index: int, output: GeneratedOutput) -> Object:
+        """Return a whole choice without its index and the reason of its end."""
+        raise NotImplementedError
 
-    def _delta(self, index: int, piece: SessionEvent) -> bytes:
-        match piece:
-            case Text(text, logprobs):
-                return self._chunk(index, {"content": text}, logprobs=self._logprobs(logprobs))
-            case Reasoning(text):
-                return self._chunk(index, {"reasoning_content": text})
-            case ToolCall(at, id, name):
-                function = {"name": name, "arguments": ""}
-                call = {"index": at, "id": id, "type": "function", "function": function}
-                return self._chunk(index, {"tool_calls": [call]})
-            case ToolArguments(at, text):
-                return self._chunk(index, {"tool_calls": [{"index": at, "function": {"arguments": text}}]})
-            case TreeStep():
-                return self._chunk(index, {}, extension={"tree": outputs.tree(piece)})
-            case Finished():
-                asked = self.body.bough is not None
-                extension = {"stats": outputs.statistics(piece.stats)} if asked else None
-                timings = outputs.timings(piece.stats) if self._timings_wanted else None
-                return self._chunk(index, {}, reason=piece.reason, extension=extension, timings=timings)
-        return b""
-
-    def _chunk(
-        self,
-        index: int,
-        delta: Object,
-        *,
-        reason: str | None = None,
-        logprobs: Object | None = None,
-        extension: Object | None = None,
-        timings: Object | None = None,
-    ) -> bytes:
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-        chunk = self._head("chat.completion.chunk") | {"choices": [choice]}
-        if self._usage_wanted:
-            chunk["usage"] = None
-        if extension is not None:
-            chunk["bough"] = extension
-        if timings is not None:
-            chunk["timings"] = timings
-        return event(chunk)
+    def chunk(self, index: int, part: Object, finished: Finished | None = None, **extra: Any) -> bytes:
+        """Return a chunk with a part of a choice. extra: its logprobs, and fields of the chunk."""
+        logprobs, reason = extra.pop("logprobs", None), finished and finished.reason
+        choice = {"index": index, **part, "logprobs": logprobs, "finish_reason": reason}
+        usage = {"usage": None} if self._usage_wanted else {}
+        if finished is not None and self._timings_wanted:
+            extra["timings"] = outputs.timings(finished.stats)
+        return event(self._head(self.chunk_kind) | {"choices": [choice]} | usage | extra)
 
     def _head(self, kind: str) -> Object:
         return {
             "id": self.id,
             "object": kind,
             "created": self.created,
-            "model": self.model,
+            "model": self.body.model or self.service.model_name,
             "system_fingerprint": self.service.fingerprint,
         }
 
@@ -242,11 +207,15 @@ class ChatWriter:
     def _usage_wanted(self) -> bool:
         return bool((self.body.stream_options or {}).get("include_usage"))
 
+    @property
+    def stats(self) -> list[RequestStats]:
+        return [output.finished.stats for output in self.outputs.values() if output.finished is not None]
+
     def end(self) -> bytes:
         if not self._usage_wanted:
             return DONE
-        usage = usage_of(list(self.outputs.values()), self.body.n or 1)
-        return event(self._head("chat.completion.chunk") | {"choices": [], "usage": usage}) + DONE
+        usage = usage_of(self.stats, self.body.n or 1)
+        return event(self._head(self.chunk_kind) | {"choices": [], "usage": usage}) + DONE
 
     def keep_alive(self, job: Job) -> bytes:
         return comment(job)
@@ -255,19 +224,59 @@ class ChatWriter:
         return event(failure.openai()) + DONE
 
     def result(self) -> Object:
-        choices = [self._choice_of(index, output) for index, output in sorted(self.outputs.items())]
-        result = self._head("chat.completion") | {
-            "choices": choices,
-            "usage": usage_of(list(self.outputs.values()), self.body.n or 1),
-        }
-        stats = [output.finished.stats for output in self.outputs.values() if output.finished]
-        if self.body.bough is not None:
-            result["bough"] = {"stats": outputs.statistics(stats[-1])}
-        if self._timings_wanted:
-            result["timings"] = outputs.timings(*stats)
-        return result
+        choices = []
+        for index, output in sorted(self.outputs.items()):
+            reason = output.finished.reason if output.finished else "stop"
+            choices.append({"index": index, **self.choice(index, output), "finish_reason": reason})
+        result = self._head(self.kind) | {"choices": choices, "usage": usage_of(self.stats, self.body.n or 1)}
+        return result | ({"timings": outputs.timings(*self.stats)} if self._timings_wanted else {})
 
-    def _choice_of(self, index: int, output: GeneratedOutput) -> Object:
+
+@dataclass(slots=True)
+class ChatWriter(ChoicesWriter[ChatBody]):
+    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+
+    def write(self, index: int, piece: SessionEvent) -> bytes:
+        if isinstance(piece, Progress):
+            return b""
+        fresh = index not in self.outputs
+        output = self.outputs.setdefault(index, GeneratedOutput())
+        output.add(piece)
+        # An empty string would start a text in clients before a tool call or reasoning.
+        content = "" if isinstance(piece, Text | Finished) else None
+        begin = self._delta(index, {"role": "assistant", "content": content}) if fresh else b""
+        return begin + self._piece(index, piece)
+
+    def _delta(self, index: int, delta: Object, finished: Finished | None = None, **extra: Any) -> bytes:
+        return self.chunk(index, {"delta": delta}, finished, **extra)
+
+    def _piece(self, index: int, piece: SessionEvent) -> bytes:
+        match piece:
+            case Text(text, logprobs):
+                return self._delta(index, {"content": text}, logprobs=self._logprobs(logprobs))
+            case Reasoning(text):
+                return self._delta(index, {"reasoning_content": text})
+            case ToolCall(at, id, name):
+                function = {"name": name, "arguments": ""}
+                call = {"index": at, "id": id, "type": "function", "function": function}
+                return self._delta(index, {"tool_calls": [call]})
+            case ToolArguments(at, text):
+                return self._delta(index, {"tool_calls": [{"index": at, "function": {"arguments": text}}]})
+            case TreeStep():
+                return self._delta(index, {}, bough={"tree": outputs.tree(piece)})
+            case Finished():
+                asked = self.body.bough is not None
+                return self._delta(index, {}, piece, **self._extension(piece.stats) if asked else {})
+        return b""
+
+    def _extension(self, stats: RequestStats) -> Object:
+        return {"bough": {"stats": outputs.statistics(stats)}}
+
+    def result(self) -> Object:
+        extension = self._extension(self.stats[-1]) if self.body.bough is not None else {}
+        return ChoicesWriter.result(self) | extension
+
+    def choice(self, index: int, output: GeneratedOutput) -> Object:
         message: Object = {"role": "assistant", "content": output.text or None, "refusal": None}
         if not output.calls:
             message["content"] = output.text
@@ -282,31 +291,16 @@ class ChatWriter:
                 }
                 for call in output.calls
             ]
-        logprobs = self._logprobs(output.logprobs) if self.body.logprobs else None
-        reason = output.finished.reason if output.finished else "stop"
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+        return {"message": message, "logprobs": self._logprobs(output.logprobs)}
 
     def _logprobs(self, logprobs: list[TokenLogprob] | None) -> Object | None:
         if logprobs is None or not self.body.logprobs:
             return None
-        token_bytes = self.service.session.tokenizer.token_bytes
-
-        def entry(id: int, logprob: float) -> Object:
-            raw = token_bytes(id)
-            # JSON has no infinities.
-            logprob = max(logprob, -9999.0)
-            return {"token": raw.decode(errors="replace"), "logprob": logprob, "bytes": list(raw)}
-
-        content = [
-            entry(each.token, each.logprob) | {"top_logprobs": [entry(*pair) for pair in each.top]}
-            for each in logprobs
-        ]
-        return {"content": content, "refusal": None}
+        return {"content": outputs.logprobs(self.service.session.tokenizer, logprobs), "refusal": None}
 
 
-def usage_of(generated: list[GeneratedOutput], copies: int) -> Object:
+def usage_of(stats: list[RequestStats], copies: int) -> Object:
     """Sum over all outputs of one request; a prompt is counted once for its `copies` outputs."""
-    stats = [output.finished.stats for output in generated if output.finished is not None]
     if not stats:
         return {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
     prompts = stats[::copies]
@@ -319,8 +313,5 @@ def usage_of(generated: list[GeneratedOutput], copies: int) -> Object:
         "prompt_tokens_details": {"cached_tokens": sum(each.cached_tokens for each in prompts)},
         "completion_tokens_details": {"reasoning_tokens": sum(each.reasoning_tokens for each in stats)},
         "speculation": outputs.speculation(*stats),
-        **outputs.loops(*stats),
-        **outputs.approximate(*stats),
-        **outputs.reused(*stats),
-        **outputs.compression(*prompts),
+        **outputs.notes(*stats, copies=copies),
     }

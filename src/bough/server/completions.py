@@ -1,17 +1,14 @@
 """OpenAI text completions: request bodies in, one object or a stream of chunks out."""
 
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
 from bough.engine.stats import RequestStats
 from bough.errors import UsageError
 from bough.server import options, outputs
-from bough.server.chat import usage_of
-from bough.server.failures import Failure
+from bough.server.chat import ChoicesWriter
 from bough.server.schemas import CompletionBody, Object
 from bough.server.service import Service
-from bough.server.sse import DONE, comment, event
 from bough.session.collected import GeneratedOutput
 from bough.session.requests import (
     Finished,
@@ -22,7 +19,6 @@ from bough.session.requests import (
     TextRequest,
     TokenLogprob,
 )
-from bough.session.worker import Job
 
 MAX_CHOICES = 128
 
@@ -78,13 +74,10 @@ def _prompts(body: CompletionBody) -> list[str | list[int]]:
 
 
 @dataclass(slots=True)
-class CompletionWriter:
-    service: Service
-    body: CompletionBody
-    id: str
-    created: int = field(default_factory=lambda: int(time.time()))
-    outputs: dict[int, GeneratedOutput] = field(default_factory=dict)
+class CompletionWriter(ChoicesWriter[CompletionBody]):
     offsets: dict[int, int] = field(default_factory=dict)
+
+    kind = chunk_kind = "text_completion"
 
     def write(self, index: int, piece: SessionEvent) -> bytes:
         fresh = index not in self.outputs
@@ -93,17 +86,17 @@ class CompletionWriter:
         if fresh and self.body.echo:
             prompt = Text(self._echo(index))
             output.add(prompt)
-            begin = self._chunk(index, prompt.text)
+            begin = self.chunk(index, {"text": prompt.text})
         # A completion is raw text: reasoning is part of it.
         if isinstance(piece, Reasoning):
             piece = Text(piece.text, piece.logprobs)
         output.add(piece)
         match piece:
             case Text(text, logprobs):
-                return begin + self._chunk(index, text, logprobs=self._logprobs(index, logprobs))
-            case Finished(reason=reason, stats=stats):
-                timings = outputs.timings(stats) if self._timings_wanted else None
-                return begin + self._chunk(index, "", reason=reason, timings=timings)
+                logprobs = self._logprobs(index, logprobs)
+                return begin + self.chunk(index, {"text": text}, logprobs=logprobs)
+            case Finished():
+                return begin + self.chunk(index, {"text": ""}, piece)
         return begin
 
     def _echo(self, index: int) -> str:
@@ -118,69 +111,9 @@ class CompletionWriter:
             out += self.write(index, Finished(reason="length", tokens=[], stats=stats))
         return out + self.end()
 
-    def _chunk(
-        self,
-        index: int,
-        text: str,
-        *,
-        reason: str | None = None,
-        logprobs: Object | None = None,
-        timings: Object | None = None,
-    ) -> bytes:
-        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
-        chunk = self._head() | {"choices": [choice]}
-        if self._usage_wanted:
-            chunk["usage"] = None
-        if timings is not None:
-            chunk["timings"] = timings
-        return event(chunk)
-
-    def _head(self) -> Object:
-        model = self.body.model or self.service.model_name
-        return {
-            "id": self.id,
-            "object": "text_completion",
-            "created": self.created,
-            "model": model,
-            "system_fingerprint": self.service.fingerprint,
-        }
-
-    @property
-    def _timings_wanted(self) -> bool:
-        return bool(self.body.timings or self.body.timings_per_token)
-
-    @property
-    def _usage_wanted(self) -> bool:
-        return bool((self.body.stream_options or {}).get("include_usage"))
-
-    def end(self) -> bytes:
-        if not self._usage_wanted:
-            return DONE
-        return event(self._head() | {"choices": [], "usage": self._usage()}) + DONE
-
-    def _usage(self) -> Object:
-        return usage_of(list(self.outputs.values()), self.body.n or 1)
-
-    def keep_alive(self, job: Job) -> bytes:
-        return comment(job)
-
-    def failure(self, failure: Failure) -> bytes:
-        return event(failure.openai()) + DONE
-
-    def result(self) -> Object:
-        choices = []
-        self.offsets.clear()
-        for index, output in sorted(self.outputs.items()):
-            logprobs = self._logprobs(index, output.logprobs) if self.body.logprobs is not None else None
-            reason = output.finished.reason if output.finished else "stop"
-            choices.append(
-                {"index": index, "text": output.text, "logprobs": logprobs, "finish_reason": reason}
-            )
-        result = self._head() | {"choices": choices, "usage": self._usage()}
-        if self._timings_wanted:
-            stats = [output.finished.stats for output in self.outputs.values() if output.finished]
-            result["timings"] = outputs.timings(*stats)
-        return result
+    def choice(self, index: int, output: GeneratedOutput) -> Object:
+        self.offsets[index] = 0
+        return {"text": output.text, "logprobs": self._logprobs(index, output.logprobs)}
 
     def _logprobs(self, index: int, logprobs: list[TokenLogprob] | None) -> Object | None:
         if logprobs is None or self.body.logprobs is None:
@@ -191,9 +124,12 @@ class CompletionWriter:
         for entry in logprobs:
             text = token_bytes(entry.token).decode(errors="replace")
             columns["tokens"].append(text)
-            columns["token_logprobs"].append(max(entry.logprob, -9999.0))
+            columns["token_logprobs"].append(max(entry.logprob, outputs.LEAST_LOGPROB))
             columns["top_logprobs"].append(
-                {token_bytes(id).decode(errors="replace"): max(value, -9999.0) for id, value in entry.top}
+                {
+                    token_bytes(id).decode(errors="replace"): max(value, outputs.LEAST_LOGPROB)
+                    for id, value in entry.top
+                }
             )
             columns["text_offset"].append(offset)
             offset += len(text)

@@ -8,13 +8,11 @@ from bough.engine.sampler import SamplingParams
 from bough.engine.stats import RequestStats
 from bough.errors import UsageError
 from bough.server import options, outputs
-from bough.server.failures import Failure
 from bough.server.schemas import InfillBody, LlamaBody, LlamaCompletionBody, Object
-from bough.server.service import Service
-from bough.server.sse import comment, event
+from bough.server.service import Service, Writer
+from bough.server.sse import event
 from bough.session.collected import GeneratedOutput
 from bough.session.requests import Finished, Infill, SessionEvent, Text, TextRequest
-from bough.session.worker import Job
 
 WARM_S = 300.0  # how long what a request without tokens has read is kept for the next
 # What a sampler that `samplers` does not name is set to.
@@ -85,7 +83,7 @@ def _file(given: Object, index: int) -> tuple[str, str]:
 
 
 @dataclass(slots=True)
-class LlamaWriter:
+class LlamaWriter(Writer):
     service: Service
     body: LlamaBody
     output: GeneratedOutput = field(default_factory=GeneratedOutput)
@@ -98,15 +96,6 @@ class LlamaWriter:
             case Finished():
                 return event(self._final("", piece))
         return b""
-
-    def end(self) -> bytes:
-        return b""
-
-    def keep_alive(self, job: Job) -> bytes:
-        return comment(job)
-
-    def failure(self, failure: Failure) -> bytes:
-        return event(failure.openai())
 
     def result(self) -> Object:
         assert self.output.finished is not None

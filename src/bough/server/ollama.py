@@ -15,7 +15,7 @@ from bough.server.failures import Failure
 from bough.server.models import Models, Resident, ServedModel
 from bough.server.options import Thinking
 from bough.server.schemas import Object, OllamaBody, OllamaChatBody, OllamaGenerateBody
-from bough.server.service import Service
+from bough.server.service import Service, Writer
 from bough.session.collected import GeneratedOutput
 from bough.session.reader import RequestReader
 from bough.session.requests import Finished, Grammar, Infill, Reasoning, SessionEvent, Text, TextRequest
@@ -107,7 +107,7 @@ def _call(call: Any, where: str) -> Object:
 
 
 @dataclass(slots=True)
-class OllamaWriter:
+class OllamaWriter(Writer):
     """`chat`: the text is in a message; else in `response`."""
 
     service: Service
@@ -126,9 +126,6 @@ class OllamaWriter:
                 # Arguments are objects here, so that a call is sent when it is complete.
                 calls = _line(self._part("", calls=self._calls)) if self._calls else b""
                 return calls + _line(self._part("") | self._end(piece))
-        return b""
-
-    def end(self) -> bytes:
         return b""
 
     def keep_alive(self, job: Job) -> bytes:
@@ -167,9 +164,7 @@ class OllamaWriter:
             "prompt_eval_duration": prompt,
             "eval_count": stats.generated_tokens,
             "eval_duration": decode,
-            **outputs.loops(stats),
-            **outputs.approximate(stats),
-            **outputs.compression(stats),
+            **outputs.notes(stats),
         }
 
 

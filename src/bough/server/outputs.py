@@ -1,11 +1,13 @@
 """Statistics of outputs, for usage objects."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from bough.engine.stats import RequestStats
-from bough.session.requests import (
-    TreeStep,
-)
+from bough.session.requests import TokenLogprob, TreeStep
+from bough.text.tokenizer import Tokenizer
+
+LEAST_LOGPROB = -9999.0  # JSON has no infinities
 
 
 def speculation(*outputs: RequestStats) -> dict[str, Any]:
@@ -20,27 +22,17 @@ def speculation(*outputs: RequestStats) -> dict[str, Any]:
     }
 
 
-def loops(*outputs: RequestStats) -> dict[str, Any]:
-    """Return how often reasoning was ended because it repeated itself; empty if it never was."""
-    count = sum(stats.reasoning_loops for stats in outputs)
-    return {"reasoning_loops": count} if count else {}
-
-
-def approximate(*outputs: RequestStats) -> dict[str, Any]:
-    """Return the approximations used; empty if every output was computed exactly."""
-    named = dict.fromkeys(each for stats in outputs for each in stats.approximate)
-    return {"approximate": list(named)} if named else {}
-
-
-def compression(*prompts: RequestStats) -> dict[str, Any]:
-    """Return what compression did to the last of the prompts; empty where it was not asked for."""
-    facts = prompts[-1].compression_dict() if prompts else {}
-    return {"compression": facts} if facts else {}
-
-
-def reused(*outputs: RequestStats) -> dict[str, Any]:
-    """Return whether the cached prefix was computed while an answer was written; empty if not."""
-    return {"cached_after_answer": True} if any(stats.cached_after_answer for stats in outputs) else {}
+def notes(*outputs: RequestStats, copies: int = 1) -> dict[str, Any]:
+    """Return what usage objects say where there is something to say; each prompt has `copies` outputs."""
+    loops = sum(stats.reasoning_loops for stats in outputs)
+    named = dict.fromkeys(name for stats in outputs for name in stats.approximate)
+    facts = {
+        "reasoning_loops": loops,  # reasoning that was ended because it repeated itself
+        "approximate": list(named),  # what was not computed exactly
+        "cached_after_answer": any(stats.cached_after_answer for stats in outputs),
+        "compression": outputs[::copies][-1].compression_dict() if outputs else {},
+    }
+    return {name: value for name, value in facts.items() if value}
 
 
 def statistics(stats: RequestStats) -> dict[str, Any]:
@@ -77,3 +69,17 @@ def tree(step: TreeStep) -> dict[str, Any]:
         "draft_ms": round(step.draft_ms, 3),
         "step_ms": round(step.step_ms, 3),
     }
+
+
+def logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+    """Return the log probabilities of tokens in the form of OpenAI's chats and responses."""
+
+    def entry(id: int, logprob: float) -> dict[str, Any]:
+        raw = tokenizer.token_bytes(id)
+        text = raw.decode(errors="replace")
+        return {"token": text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": list(raw)}
+
+    return [
+        entry(token.token, token.logprob) | {"top_logprobs": [entry(*pair) for pair in token.top]}
+        for token in tokens
+    ]

@@ -11,7 +11,7 @@ from bough.server import options, outputs
 from bough.server.failures import Failure
 from bough.server.options import Thinking
 from bough.server.schemas import Object, ResponsesBody
-from bough.server.service import Service
+from bough.server.service import Service, Writer
 from bough.server.sse import comment, event
 from bough.session.collected import GeneratedOutput, OutputBlock
 from bough.session.requests import Finished, SessionEvent, TextRequest, TokenLogprob
@@ -212,7 +212,7 @@ class _Messages:
 
 
 @dataclass(slots=True)
-class ResponsesWriter:
+class ResponsesWriter(Writer):
     service: Service
     body: ResponsesBody
     id: str
@@ -343,23 +343,7 @@ class ResponsesWriter:
         return called | {"type": "function_call", "arguments": block.text if done else ""}
 
     def _logprobs(self, logprobs: list[TokenLogprob] | None) -> list[Object]:
-        token_bytes = self.service.session.tokenizer.token_bytes
-
-        def entry(id: int, logprob: float) -> Object:
-            raw = token_bytes(id)
-            return {
-                "token": raw.decode(errors="replace"),
-                "logprob": max(logprob, -9999.0),
-                "bytes": list(raw),
-            }
-
-        return [
-            entry(each.token, each.logprob) | {"top_logprobs": [entry(*pair) for pair in each.top]}
-            for each in logprobs or ()
-        ]
-
-    def end(self) -> bytes:
-        return b""
+        return outputs.logprobs(self.service.session.tokenizer, logprobs or ())
 
     def keep_alive(self, job: Job) -> bytes:
         if not self._started:
@@ -391,10 +375,7 @@ class ResponsesWriter:
                 "output_tokens_details": {"reasoning_tokens": stats.reasoning_tokens},
                 "total_tokens": stats.sent_tokens + stats.generated_tokens,
                 "speculation": outputs.speculation(stats),
-                **outputs.loops(stats),
-                **outputs.approximate(stats),
-                **outputs.reused(stats),
-                **outputs.compression(stats),
+                **outputs.notes(stats),
             }
         return response
 

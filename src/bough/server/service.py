@@ -15,6 +15,7 @@ from fastapi.responses import JSONResponse, Response
 import bough
 from bough.config import ServerConfig
 from bough.engine.sampler import SamplingParams
+from bough.server import sse
 from bough.server.checks import Checks
 from bough.server.failures import Failure, failure_of
 from bough.server.options import Thinking
@@ -30,15 +31,21 @@ SESSION_HEADERS = ("x-session-id", "session-id", "session_id")
 
 
 class Writer(Protocol):
-    """Writes the output of one request in a protocol's format."""
+    """Writes the output of one request in a protocol's format; what most have in common is here."""
 
     def write(self, index: int, piece: SessionEvent) -> bytes:
         """Return the next bytes of the stream; called for every event, streaming or not."""
         ...
 
-    def end(self) -> bytes: ...
-    def keep_alive(self, job: Job) -> bytes: ...
-    def failure(self, failure: Failure) -> bytes: ...
+    def end(self) -> bytes:
+        return b""
+
+    def keep_alive(self, job: Job) -> bytes:
+        return sse.comment(job)
+
+    def failure(self, failure: Failure) -> bytes:
+        return sse.event(failure.openai())
+
     def result(self) -> dict[str, Any] | bytes:
         """Return the whole response of a request that does not stream; bytes are JSON."""
         ...

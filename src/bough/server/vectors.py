@@ -7,12 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bough.errors import UsageError
-from bough.server.failures import Failure
 from bough.server.schemas import EmbeddingBody, Object, OllamaEmbedBody, OllamaEmbeddingsBody, RerankBody
-from bough.server.service import Service
+from bough.server.service import Service, Writer
 from bough.session.requests import Finished, SessionEvent, TextRequest, Vector, VectorOptions
 from bough.session.vector_prompts import shortened
-from bough.session.worker import Job
 
 MAX_INPUTS = 2048  # of one request, as OpenAI has it
 
@@ -52,7 +50,7 @@ def _check_count(values: Sequence[Any], name: str) -> None:
 
 
 @dataclass(slots=True)
-class VectorWriter:
+class VectorWriter(Writer):
     """Collects the vectors of a request, whose routes return one object: nothing is streamed.
 
     Each vector becomes JSON as it arrives: two million numbers at once would stop the event loop for seconds.
@@ -75,15 +73,6 @@ class VectorWriter:
                 self.tokens += stats.prompt_tokens
                 self.seconds += stats.ttft_s
         return b""
-
-    def end(self) -> bytes:
-        return b""
-
-    def keep_alive(self, job: Job) -> bytes:
-        return b""
-
-    def failure(self, failure: Failure) -> bytes:
-        raise AssertionError("vectors are not streamed")
 
     def result(self) -> Object | bytes:
         rows = ",".join(self.rows[index] for index in sorted(self.rows))
