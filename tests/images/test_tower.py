@@ -13,8 +13,10 @@ import bough.models.vision as vision
 from bough.errors import BadGGUF, UnsupportedModel
 from bough.gguf.reader import GGUFFile
 from bough.images.pixels import picture
+from bough.models.measure import held_bytes
 from bough.models.spec import ModelSpec
-from bough.models.vision import VisionSpec, VisionTower, tower_bytes
+from bough.models.vision import VisionTower
+from bough.models.vision_spec import VisionSpec, tower_bytes
 from tests.images.oracle_pixels import image
 from tests.images.test_pixels import patches
 from tests.images.tiny_tower import SHAPES, hf_tower, random_weights, vision_settings, write_mmproj
@@ -29,7 +31,7 @@ def loaded(path: Path, dtype: torch.dtype = torch.float32) -> VisionTower:
 
 
 def encoded(tower: VisionTower, pixels: np.ndarray) -> torch.Tensor:
-    steps = tower.encode(torch.from_numpy(pixels))
+    steps = tower.encode(torch.from_numpy(pixels.copy()))
     for _ in range(tower.spec.depth):
         next(steps)
     with pytest.raises(StopIteration) as end:
@@ -190,7 +192,5 @@ def test_bytes_are_those_held(tmp_path: Path) -> None:
     settings = vision_settings()
     path = write_mmproj(tmp_path / "mmproj.gguf", settings, random_weights(settings), kind="Q8_0")
     tower = loaded(path, torch.bfloat16)
-    from bough.models.measure import held_bytes
-
     with GGUFFile.open(path) as file:
         assert tower_bytes(file, 2) == held_bytes(tower) - tower._frequencies.nbytes

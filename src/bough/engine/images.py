@@ -11,8 +11,7 @@ from torch import Tensor
 from bough.images.pixels import Picture
 from bough.models.step import ImageRows
 from bough.models.vision import VisionTower
-
-REMEMBERED = 8192  # tokens of images whose rows stay on the device
+from bough.models.vision_spec import REMEMBERED
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,14 +95,16 @@ class PictureEncoder:
         """Run the tower; what others do in its pauses is not counted."""
         layers = self._tower.encode(torch.from_numpy(picture.pixels))
         while True:
-            begin = time.perf_counter()
+            begin, threads = time.perf_counter(), torch.get_num_threads()
+            torch.set_num_threads(self._tower.threads or threads)
             try:
                 next(layers)
-                self.seconds += time.perf_counter() - begin
             except StopIteration as end:
                 if self._tower.device.type == "cuda":
                     torch.cuda.synchronize(self._tower.device)
-                self.seconds += time.perf_counter() - begin
                 self.encoded += 1
                 return end.value
+            finally:
+                torch.set_num_threads(threads)
+                self.seconds += time.perf_counter() - begin
             yield

@@ -5,97 +5,20 @@ Read from a GGUF file of its own ("mmproj"), one image in a forward pass: its bi
 
 from collections.abc import Generator
 from dataclasses import dataclass
-from math import isqrt
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import gelu, layer_norm, linear, scaled_dot_product_attention
 
-from bough.errors import UnsupportedModel
 from bough.gguf.quants import dequantise
 from bough.gguf.reader import GGUFFile
-from bough.models.spec import ModelSpec
+from bough.models.vision_spec import MERGE, PATCH, PATCHES, VisionSpec
 
-ARCHITECTURE = "clip"  # of the file
-PROJECTOR = "qwen3vl_merger"
-PATCH, MERGE = 16, 2  # pixels on a side; patches on a side of a token
 _EPS = 1e-6
 _THETA = 10_000.0
 # Scores of 65,536 patches in memory would be hundreds of GiB; these two write none.
 _ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-
-
-@dataclass(frozen=True, slots=True)
-class VisionSpec:
-    """The sizes of a tower, all from its file."""
-
-    depth: int
-    width: int
-    heads: int
-    inner: int  # of the feed-forward
-    side: int  # of the square table of position embeddings
-    out: int  # the target's width
-
-    @classmethod
-    def from_gguf(cls, file: GGUFFile) -> "VisionSpec":
-        def count(key: str) -> int:
-            value = file.require(f"clip.vision.{key}", int)
-            if value < 1:
-                raise UnsupportedModel(f"{file.path}: clip.vision.{key} is {value}, needed at least 1")
-            return value
-
-        check_encoder(file)
-        for key, needed in (("patch_size", PATCH), ("spatial_merge_size", MERGE)):
-            if count(key) != needed:
-                raise UnsupportedModel(f"{file.path}: clip.vision.{key} is {count(key)}, needed {needed}")
-        for key in ("image_mean", "image_std"):
-            if (values := file.get(f"clip.vision.{key}", list, [0.5] * 3)) != [0.5] * 3:
-                raise UnsupportedModel(f"{file.path}: clip.vision.{key} is {values}, needed 0.5 three times")
-        if any(file.get("clip.vision.is_deepstack_layers", list, [])):
-            raise UnsupportedModel(
-                f"{file.path}: the image encoder adds features to the target's first layers (deepstack),"
-                " as those of Qwen3-VL do; needed one of Qwen3.5 or later"
-            )
-        width, heads = count("embedding_length"), count("attention.head_count")
-        if width % (4 * heads):
-            raise UnsupportedModel(
-                f"{file.path}: {heads} heads in a width of {width}, needed a multiple of 4"
-            )
-        table = file.require_tensor("v.position_embd.weight").shape
-        side = isqrt(table[0])
-        if side * side != table[0]:
-            raise UnsupportedModel(f"{file.path}: {table[0]} position embeddings, needed a square")
-        sizes = (count("block_count"), width, heads, count("feed_forward_length"))
-        return cls(*sizes, side, count("projection_dim"))
-
-    def check_target(self, file: GGUFFile, target: ModelSpec) -> None:
-        """Raise if the encoder was made for another model."""
-        if self.out != target.width:
-            raise UnsupportedModel(
-                f"{file.path}: the image encoder writes rows of {self.out} values"
-                f" (clip.vision.projection_dim), {target.name} has {target.width}: it is of another model",
-                "name the right file as `mmproj`, or set `no_images`",
-            )
-        if not target.rope_sections:
-            raise UnsupportedModel(
-                f"{target.name} takes no images: its file has no rope.dimension_sections for them",
-                "set `no_images`",
-            )
-
-
-def check_encoder(file: GGUFFile) -> None:
-    """Raise if a file is no image encoder of the kind that is supported."""
-    kind = file.get("general.architecture", str, "")
-    if kind != ARCHITECTURE or not file.get("clip.has_vision_encoder", bool, False):
-        raise UnsupportedModel(
-            f"{file.path}: general.architecture is {kind!r}, needed {ARCHITECTURE!r}: an image encoder"
-        )
-    projector = file.get("clip.projector_type", str, "")
-    if projector != PROJECTOR:
-        raise UnsupportedModel(
-            f"{file.path}: clip.projector_type is {projector!r}, needed {PROJECTOR!r}, that of Qwen3.5"
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +48,15 @@ class _Block:
 class VisionTower:
     """The encoder's weights on a device, as one type: matmuls accumulate in float32."""
 
-    def __init__(self, file: GGUFFile, device: torch.device, dtype: torch.dtype):
+    def __init__(
+        self, file: GGUFFile, device: torch.device, dtype: torch.dtype, *, threads: int | None = None
+    ):
+        """`threads` of a CPU that encode; None: as many as torch has."""
+        self.threads = threads
         self.spec = spec = VisionSpec.from_gguf(file)
         self.device, self.dtype = device, dtype
         self._file = file
-        patches = [self._read(name, spec.width, 3, PATCH, PATCH) for name in _PATCHES]
+        patches = [self._read(name, spec.width, 3, PATCH, PATCH) for name in PATCHES]
         # A still image is the same frame twice: the two kernels are one.
         kernel = (patches[0] + patches[1]).flatten(1).to(dtype)
         self._patches = _Affine(kernel, self._read("v.patch_embd.bias", spec.width).to(dtype))
@@ -201,27 +128,6 @@ class VisionTower:
         with sdpa_kernel(_ATTENTION):
             out = scaled_dot_product_attention(q, k, v)
         return block.out(out[0].transpose(0, 1).flatten(1))
-
-
-_PATCHES = ("v.patch_embd.weight", "v.patch_embd.weight.1")  # of a frame and the next
-
-
-def tower_bytes(file: GGUFFile, item: int) -> int:
-    """Return the bytes of a tower's weights, `item` for each value but those of the position table."""
-    values = sum(_values(info.shape) for name, info in file.tensors.items() if name != _PATCHES[1])
-    table = _values(file.require_tensor("v.position_embd.weight").shape)
-    return item * (values - table) + 4 * table
-
-
-def workspace_bytes(spec: VisionSpec, tokens: int, item: int) -> int:
-    """Return the bytes that an image of so many tokens takes while it is encoded, at most."""
-    pixels = 3 * PATCH**2 * (1 + 4 + 4 + item)
-    rows = item * (2 * spec.width + max(6 * spec.width, 2 * spec.inner)) + 4 * 6 * spec.width
-    return MERGE**2 * tokens * (pixels + rows)
-
-
-def _values(shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel()
 
 
 def patches_of(pixels: Tensor) -> Tensor:
