@@ -16,6 +16,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "dflash": {"block_size": 16},
     "dflash2": {**SECOND, "block_size": 8, "selector_rank": 32, "selector_top_k": 16},
     "dspark": {"markov_rank": 24, "block_size": 6},
+    "mlp": {"ar_approximation": "swiglu", "block_size": 8},
+    "dspine": {"transfer_rank": 24, "message_size": 16, "block_size": 10},
     "dspark of 90 tokens": {"markov_rank": 24, "block_size": 6, "draft_vocab_size": 90},
 }
 

@@ -44,12 +44,26 @@ GGUF_NAMES = {
     "markov_head.markov_w2": "markov_w2",
     "confidence_head.proj": "conf_proj",
     "lm_head": "output",
+    "injection.message": "refine_message",
+    "injection.receiver_gate": "refine_receiver",
+    "injection.predecessor_gate": "refine_predecessor",
+    "transfer_codes": "refine_codes",
+    "ar_approximation.norm": "refine_norm",
+    "ar_approximation.ug": "refine_ug",
+    "ar_approximation.d": "refine_d",
     # Without a suffix in the checkpoint.
     "candidate_selector.predecessor_codebook": "selector_predecessor",
     "candidate_selector.successor_codebook": "selector_successor",
 }
+OWN_NAMES = {"injection.bias": "refine_gate.bias", "ar_approximation.ug.bias": "refine_ug.bias"}
+LAYERED = {"injection.readouts": "refine_readout", "injection.writes": "refine_write"}
 # Without a suffix in both.
 BASE_KERNELS = {"attention_conv.base_kernel": "attn_conv_base", "mlp_conv.base_kernel": "ffn_conv_base"}
+# Settings that make a config one of a head that refines rows: its architecture, and where they stand.
+REFINED = {
+    "transfer_rank": ("DSpineDraftModel", "dspine_config"),
+    "ar_approximation": ("TreeFlashDraftModel", "treeflash_config"),
+}
 # Settings that make a config one of DFlash2.
 SECOND = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 24, "selector_top_k": 6}
 
@@ -84,6 +98,10 @@ def draft_config(
     }
     if "selector_rank" in settings:
         config["architectures"] = ["DFlash2DraftModel"]
+    for key, (architecture, table) in REFINED.items():
+        if key in settings:
+            config["architectures"] = [architecture]
+            config[table] = {name: settings.pop(name) for name in ("message_size", key) if name in settings}
     if nested:
         config |= {"dflash_config": settings, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
     else:
@@ -121,6 +139,10 @@ def draft_tensors(config: dict[str, Any], *, seed: int = 0) -> dict[str, Tensor]
         tensors |= _markov_tensors(
             config, settings["markov_rank"], settings.get("draft_vocab_size"), generator
         )
+    if "dspine_config" in config:
+        tensors |= _injection_tensors(config, config["dspine_config"], generator)
+    if "treeflash_config" in config:
+        tensors |= _mlp_tensors(config, generator)
     if "draft_vocab_size" in settings:
         tensors |= _own_vocabulary(config, settings["draft_vocab_size"], generator)
     for name, size in norms.items():
@@ -169,6 +191,35 @@ def _markov_tensors(
     }
 
 
+def _injection_tensors(
+    config: Mapping[str, Any], settings: Mapping[str, int], generator: torch.Generator
+) -> dict[str, Tensor]:
+    """The tensors that DSpine adds."""
+    width, rank, inner = config["hidden_size"], settings["transfer_rank"], settings["message_size"]
+    shapes = {"message": (inner, rank), "receiver_gate": (inner, rank), "predecessor_gate": (inner, rank)}
+    for layer in range(config["num_hidden_layers"]):
+        shapes |= {f"readouts.{layer}": (rank, width), f"writes.{layer}": (width, inner)}
+    tensors = {
+        f"injection.{name}.weight": torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+        for name, shape in shapes.items()
+    }
+    tensors["injection.bias"] = 0.5 * torch.randn(inner, generator=generator)
+    codes = torch.randn(config["vocab_size"], rank, generator=generator)
+    tensors["transfer_codes"] = torch.nn.functional.normalize(codes, dim=-1)
+    return tensors | {"transfer_ready": torch.tensor(True)}
+
+
+def _mlp_tensors(config: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
+    """The tensors that an MLP over candidates adds."""
+    width, inner = config["hidden_size"], config["intermediate_size"]
+    return {
+        "ar_approximation.norm.weight": 1 + 0.3 * torch.randn(width, generator=generator),
+        "ar_approximation.ug.weight": torch.randn(2 * inner, 2 * width, generator=generator) * width**-0.5,
+        "ar_approximation.ug.bias": 0.5 * torch.randn(2 * inner, generator=generator),
+        "ar_approximation.d.weight": torch.randn(width, inner, generator=generator) * 2 * inner**-0.5,
+    }
+
+
 def _own_vocabulary(config: Mapping[str, Any], size: int, generator: torch.Generator) -> dict[str, Tensor]:
     """A head for some of the target's tokens, and how far their ids are from those of the head's rows."""
     ids = torch.randperm(config["vocab_size"], generator=generator)[:size].sort().values
@@ -196,6 +247,11 @@ def save_draft(
 def gguf_name(name: str) -> str:
     if name in ("confidence_head.proj.bias", "d2t"):
         return name.replace("confidence_head.proj", "conf_proj")
+    if name in OWN_NAMES:
+        return OWN_NAMES[name]
+    group, _, layer = name.removesuffix(".weight").rpartition(".")
+    if group in LAYERED:
+        return f"blk.{layer}.{LAYERED[group]}.weight"
     stem = name.removesuffix(".weight")
     if stem in GGUF_NAMES:
         return f"{GGUF_NAMES[stem]}.weight"
@@ -250,7 +306,7 @@ def save_gguf(
             writer.add(key, value, ValueType.INT32 if numbers else None)
         packed = {}
         for name, tensor in tensors.items():
-            if name == "t2d":
+            if name in ("t2d", "transfer_ready"):
                 continue
             renamed = gguf_name(name)
             if name == "d2t":

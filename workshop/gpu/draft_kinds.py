@@ -1,4 +1,4 @@
-"""Times the draft call of every kind of draft beside one target: DFlash, DFlash2, DSpark, MTP.
+"""Times the draft call of every kind of draft beside one target: DFlash, DFlash2, DSpark, MLP, DSpine, MTP.
 
     python -m workshop gpu.draft_kinds --target GGUF --draft GGUF --out FILE
 
@@ -25,7 +25,7 @@ from bough.gguf.reader import GGUFFile, TensorInfo
 from bough.gguf.types import QuantType
 from bough.models.decoder import Decoder
 from bough.models.dflash import DFlashDraft
-from bough.models.draft_spec import DraftSpec, MarkovSpec, SecondSpec
+from bough.models.draft_spec import DraftSpec, MarkovSpec, RefineSpec, SecondSpec
 from bough.models.measure import measured
 from bough.models.mtp import MTPBlock
 from bough.models.spec import ModelSpec
@@ -97,6 +97,22 @@ def markov_shapes(spec: DraftSpec, vocabulary: int) -> dict[str, tuple[int, ...]
     return {**tables, "conf_proj.weight": (spec.width + RANK,), "conf_proj.bias": (1,)}
 
 
+def mlp_shapes(spec: DraftSpec) -> dict[str, tuple[int, ...]]:
+    inner, width = spec.refine.inner if spec.refine else 0, spec.width
+    down = {"refine_d.weight": (width, inner), "refine_norm.weight": (width,)}
+    return {**down, "refine_ug.weight": (2 * inner, 2 * width), "refine_ug.bias": (2 * inner,)}
+
+
+def injection_shapes(spec: DraftSpec, vocabulary: int) -> dict[str, tuple[int, ...]]:
+    assert spec.refine is not None and spec.refine.rank is not None
+    inner, rank, width = spec.refine.inner, spec.refine.rank, spec.width
+    shapes = {f"refine_{name}.weight": (inner, rank) for name in ("message", "receiver", "predecessor")}
+    for layer in range(len(spec.layers)):
+        shapes[f"blk.{layer}.refine_readout.weight"] = (rank, width)
+        shapes[f"blk.{layer}.refine_write.weight"] = (width, inner)
+    return {**shapes, "refine_gate.bias": (inner,), "refine_codes.weight": (vocabulary, rank)}
+
+
 def mtp_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     return {f"blk.{len(spec.layers)}.{name}.weight": shape for name, shape in block_shapes(spec).items()}
 
@@ -126,7 +142,18 @@ def proposer(kind: str, target: Decoder, target_path: Path, draft_path: Path) ->
         elif kind == "dspark":
             found = replace(found, markov=MarkovSpec(RANK, True), from_anchor=True)
             extra = markov_shapes(found, spec.vocab_size)
+        elif kind == "mlp":
+            # Half the published size: what `bough train` would take for a 27B.
+            found = replace(found, refine=RefineSpec(found.feed_forward // 2))
+            extra = mlp_shapes(found)
+        elif kind == "dspine":
+            causal = (True,) * len(found.layers)
+            found = replace(found, refine=RefineSpec(512, min(1024, found.width // 2)), causal=causal)
+            extra = injection_shapes(found, spec.vocab_size)
         source = WithRandom(file, extra)
+        if found.refine is not None:
+            with GGUFFile.open(target_path) as head:
+                target.keep_head_rows(WeightLoader(head, device=device, host_embedding=True))
         draft = loaded(
             source, device, target.dtype, lambda loader, at: DFlashDraft(found, loader, at, spec.vocab_size)
         )
@@ -167,7 +194,7 @@ def main(report: Report, *, target: Path = TARGET, draft: Path = DRAFT, repeats:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     with GGUFFile.open(target) as file:
         decoder = Decoder.load(file, device=device, dtype=dtype)
-    for kind in ("dflash", "dflash2", "dspark", "mtp"):
+    for kind in ("dflash", "dflash2", "dspark", "mlp", "dspine", "mtp"):
         measure(report, kind, decoder, (target, draft), repeats)
         if device.type == "cuda":
             torch.cuda.empty_cache()

@@ -13,6 +13,8 @@ from torch import Tensor
 from bough.errors import UsageError
 from bough.kernels.native import argmax_rows
 from bough.kernels.sampling import RowOwners, SamplingState, make_workspace, rank_rows, sample_rows
+from bough.kernels.sampling.state import NoiseCache
+from bough.kernels.sampling.workspace import Workspace
 from bough.models.step import Step
 
 _LEAST = -1e30  # the least logit that may still be sampled
@@ -87,6 +89,7 @@ class Sampler:
         self._device, self._vocabulary = device, vocabulary
         self._state = SamplingState.empty(rows, vocabulary, device, slots=slots)
         self._workspace = make_workspace(rows, vocabulary, device)
+        self.rank = Ranking(self._state, self._workspace)
         words = self._state.allowed.shape
         self._staged_masks = torch.empty(words, dtype=torch.int32, pin_memory=device.type == "cuda")
 
@@ -158,7 +161,14 @@ class Sampler:
         owners = RowOwners(slots, none)
         return sample_rows(logits.contiguous(), at, none, none, owners, self._state, self._workspace)
 
-    def rank(
+
+class Ranking:
+    """Ranks a draft's rows as each request samples: a `Rank`."""
+
+    def __init__(self, state: SamplingState, workspace: Workspace | NoiseCache):
+        self._state, self._workspace = state, workspace
+
+    def __call__(
         self, logits: Tensor, positions: Tensor, anchors: Tensor, slots: Tensor, count: int
     ) -> tuple[Tensor, Tensor]:
         """Rank a draft's rows [S, K, V] as each request samples: the `count` best ids and log probabilities.
@@ -167,13 +177,17 @@ class Sampler:
         applied: what they forbid is rejected when the tree is verified.
         """
         shape = logits.shape[:2]
-        starts = torch.arange(len(slots), device=self._device)
+        starts = torch.arange(len(slots), device=slots.device)
         owners = RowOwners(
             *(part[:, None].expand(shape).reshape(-1).contiguous() for part in (slots, starts))
         )
         rows = (logits.flatten(0, 1).contiguous(), positions.flatten(), anchors.contiguous(), owners)
         ids, scores = rank_rows(*rows, count, self._state, self._workspace)
         return ids.unflatten(0, shape), scores.unflatten(0, shape)
+
+    def perturb(self, change: Tensor, slots: Tensor) -> Tensor:
+        """See Rank."""
+        return self._state.perturb(change, slots)
 
 
 def token_logprobs(logits: Tensor, tokens: list[int], alternatives: int) -> list[TokenLogprob]:

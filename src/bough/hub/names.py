@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from bough.errors import ModelNotFound, UsageError
 
 DEFAULT_QUANT = "Q4_K_M"
-DRAFT_ARCHITECTURES = ("DFlashDraftModel", "DFlash2DraftModel")  # in the config.json of a checkpoint
+# In the config.json of a checkpoint; those of DSpark have many names.
+DRAFT_ARCHITECTURES = ("DFlashDraftModel", "DFlash2DraftModel", "DSpineDraftModel", "TreeFlashDraftModel")
 SITES = (
     "https://huggingface.co/",
     "http://huggingface.co/",

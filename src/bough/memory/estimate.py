@@ -286,6 +286,9 @@ def _block_draft_need(
         "draft context": held_bytes(draft_buffers(shape, context=draft.context, **rings)),
     }
     values = 2 * shape.block_size * spec.vocab_size
+    if (refine := shape.refine) is not None:
+        rows = shape.depth * (refine.candidates + 1)
+        values += rows * (2 * refine.inner + 6 * shape.width) + (EXPANDED_WEIGHTS // 2 if tiles else 0)
     if tiles:
         values += _attention_values(shape.block_size, shape.heads, shape.kv_heads, shape.head_dim)
     return _DraftNeed(held, len(shape.taps), values)

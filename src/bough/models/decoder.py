@@ -13,7 +13,7 @@ from bough.gguf.reader import GGUFFile
 from bough.kernels.causal_conv import ConvRows, conv_index
 from bough.kernels.delta_rule import DeltaRows, tree_order
 from bough.kernels.norm_rope import add_rms_norm, rope_angles
-from bough.kernels.quant_matmul import ROW_BLOCK, Layout, PackedRows, Unfinished
+from bough.kernels.quant_matmul import ROW_BLOCK, Layout, PackedRows, PackedWeight, Unfinished
 from bough.kernels.slot_mapping import SlotMapping, slot_mapping
 from bough.models.layers import (
     Attention,
@@ -88,6 +88,10 @@ class Target(Protocol):
 
     def draft_logits(self, hidden: Tensor) -> Tensor: ...
 
+    def head_rows(self, tokens: Tensor) -> Tensor:
+        """Return the head's rows [..., width] for tokens [...], for drafts that score few of them."""
+        ...
+
 
 class Block:
     """A transformer block: a token mixer (attention or Gated DeltaNet) and a feed-forward layer."""
@@ -149,6 +153,9 @@ class Decoder:
         self._head: Matrix = loader.matrix(head, spec.vocab_size, spec.width)
         self._head_takes_packed = takes_packed(self._head)
         self._draft_head: Matrix | None = None
+        self._head_table: Embedding | None = (
+            self.embed if spec.tied_head else None
+        )  # the head's rows by token
         self._frequencies = rope_frequencies(spec, loader, device)
         self._axes = torch.tensor(spec.rope_axes, device=device)
 
@@ -241,6 +248,15 @@ class Decoder:
         logits = partial.new_full((*partial.shape[:-1], self.spec.vocab_size), -torch.inf)
         logits[..., : partial.shape[-1]] = partial
         return logits
+
+    def head_rows(self, tokens: Tensor) -> Tensor:
+        """See Target."""
+        return self._head.rows(tokens) if self._head_table is None else self._head_table(tokens)
+
+    def keep_head_rows(self, loader: WeightLoader) -> None:
+        """Hold the head's rows by token, too, where it is in tiles, which are not read by row."""
+        if self._head_table is None and isinstance(self._head.data, PackedWeight):
+            self._head_table = loader.embedding("output.weight", self.spec.vocab_size, self.spec.width)
 
     def limit_drafts(self, tokens: int) -> None:
         """Have drafts scored by the head's first `tokens` rows alone."""

@@ -18,6 +18,7 @@ from bough.kernels.tree import MAX_ROWS
 from bough.models.draft_spec import OWN_IDS, DraftSpec
 from bough.models.layers import FeedForward, by_sequence, takes_packed
 from bough.models.measure import measured, weight_loader
+from bough.models.refine import AdjacentInjection, CandidateMLP, Refiner
 from bough.models.safetensors_source import SafetensorsSource, find_checkpoint, read_config
 from bough.models.spec import ModelSpec
 from bough.models.weights import Progress, TensorSource, WeightLoader, project_all
@@ -227,7 +228,8 @@ def open_draft(
     if path.suffix == ".gguf":
         with GGUFFile.open(path) as file:
             depth = len(target.layers)
-            spec = DraftSpec.from_gguf(file, causal=causal, target_depth=depth).with_heads(file.tensors)
+            spec = DraftSpec.from_gguf(file, causal=causal, target_depth=depth)
+            spec = spec.with_heads(file.tensors, causal=causal)
             spec.check_target(target)
             spec.check_tensors(file.tensors, target, str(path))
             yield spec, file
@@ -237,7 +239,7 @@ def open_draft(
         read_config(config), source=str(config), target_depth=len(target.layers), causal=causal
     )
     source = SafetensorsSource(weights, quant=quant)
-    spec = spec.with_heads(source.tensors)
+    spec = spec.with_heads(source.tensors, causal=causal)
     spec.check_target(target)
     spec.check_tensors(source.tensors, target, str(weights))
     yield spec, source
@@ -267,6 +269,8 @@ class DFlashDraft:
         """`vocabulary`: rows of the target's embedding, and of the tables that score pairs of tokens."""
         self.spec = spec
         self.selector: CandidateSelector | MarkovHead | None = None  # of DFlash2 and DSpark
+        self.refiner: Refiner | None = None  # of DSpine, or an MLP over candidates
+        self._injection: AdjacentInjection | None = None
         if spec.second is not None:
             self.selector = CandidateSelector(spec, loader, vocabulary)
         elif spec.markov is not None:
@@ -277,6 +281,10 @@ class DFlashDraft:
         self._fuse_norm = loader.vector("enc.output_norm.weight", spec.width)
         self._layers = [DraftLayer(spec, loader, index) for index in range(len(spec.layers))]
         self._norm = loader.vector("output_norm.weight", spec.width)
+        if spec.refine is not None:
+            if spec.refine.rank is not None:
+                self._injection = AdjacentInjection(spec, loader, vocabulary)
+            self.refiner = Refiner(spec, self._injection or CandidateMLP(spec, loader), self._norm)
         if spec.reduced:
             self._own = OwnVocabulary(spec, loader, vocabulary)
         self._columns = torch.arange(MAX_ROWS, device=device)
@@ -366,26 +374,42 @@ class DFlashDraft:
             layer.commit(key_value, angles, slots, buffers, positions=positions, count=count)
         buffers.lengths.index_add_(0, slots, count)
 
-    def block(self, embeddings: Tensor, slots: Tensor, buffers: DraftBuffers) -> Tensor:
+    def block(
+        self, embeddings: Tensor, slots: Tensor, buffers: DraftBuffers, anchors: Tensor | None = None
+    ) -> Tensor:
         """Return hidden rows [B, block, width] of the embeddings [B, block, width] of anchor and masks.
 
         Row i predicts the token at its own position, lengths + i; row 0, the anchor, predicts nothing. With
         `from_anchor` row i predicts the token after it.
         """
+        return self.rows(embeddings, slots, buffers, anchors)[1]
+
+    def rows(
+        self, embeddings: Tensor, slots: Tensor, buffers: DraftBuffers, anchors: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return what the refiner refines [B, block, width], and the rows that `block` returns.
+
+        anchors [B]: the tokens of the first rows, for messages.
+        """
         positions = buffers.lengths[slots][:, None] + torch.arange(embeddings.shape[1], device=self.device)
         angles = rope_angles(positions, self._frequencies)
-        x, add = embeddings * self.spec.embedding_scale, None
-        for layer in self._layers:
+        x, add, before = embeddings * self.spec.embedding_scale, None, None
+        for index, layer in enumerate(self._layers):
             x, add = layer(x, add, positions, angles, slots, buffers)
-        return add_rms_norm(x, add, self._norm, self.spec.eps)[1]
+            if self._injection is not None:
+                assert anchors is not None, "messages begin at the anchor's token"
+                before, add = x + add, None
+                x = self._injection.between_rows(before, index, anchors)
+        whole, normed = add_rms_norm(x, add, self._norm, self.spec.eps)
+        return (whole if before is None else before), normed
 
     def logits(self, hidden: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the logits [..., vocabulary] of rows, by its own head or the target's.
+        """Return the logits [..., vocabulary] of rows, by its own head or the target's."""
+        return self.scaled(head(hidden) if self._own is None else self._own.logits(hidden))
 
-        They have the scale and softcap that this draft was trained with.
-        """
+    def scaled(self, logits: Tensor) -> Tensor:
+        """Return logits of the head with the scale and softcap that this draft was trained with."""
         spec = self.spec
-        logits = head(hidden) if self._own is None else self._own.logits(hidden)
         if spec.output_multiplier != 1.0:
             logits = logits * spec.output_multiplier
         return spec.softcap * torch.tanh(logits / spec.softcap) if spec.softcap else logits

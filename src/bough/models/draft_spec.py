@@ -1,4 +1,4 @@
-"""The shapes and settings of a DFlash, DFlash2 or DSpark checkpoint, in either format. Imports no torch."""
+"""The shapes and settings of a DFlash draft, with any head, in either format. Imports no torch."""
 
 import logging
 from collections.abc import Mapping
@@ -25,6 +25,14 @@ _LAYER_CONVOLUTIONS = ("attn_conv_base", "attn_conv_proj", "ffn_conv_base", "ffn
 # What DSpark adds: a score of each token after each other one, and how likely the next is accepted.
 _MARKOV_TENSORS = ("markov_w1.weight", "markov_w2.weight")
 _CONFIDENCE_TENSORS = ("conf_proj.weight", "conf_proj.bias")
+# What a draft adds that refines rows by the token before them: an MLP over candidates, or DSpine's messages.
+_MLP_TENSORS = ("refine_norm.weight", "refine_ug.weight", "refine_ug.bias", "refine_d.weight")
+_INJECTION_TENSORS = (
+    *("refine_message.weight", "refine_receiver.weight", "refine_predecessor.weight"),
+    *("refine_gate.bias", "refine_codes.weight"),
+)
+_LAYER_INJECTIONS = ("refine_readout", "refine_write")
+_REFINED = 16  # candidates of a position that both were trained with
 _SELECTOR_TENSORS = ("selector_predecessor", "selector_successor", "selector_hidden")
 # The target's own are used; some checkpoints contain copies.
 SHARED_TENSORS = ("token_embd.weight", "output.weight")
@@ -48,7 +56,8 @@ _IDLE = (
     *("torch_dtype", "transformers_version", "use_cache", "use_sliding_window"),
     # Of the heads that tensors show.
     *("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"),
-    *("architectures", "dflash_config", "transformer_layer_config", "selector_rank", "selector_top_k"),
+    *("architectures", "dflash_config", "dspine_config", "treeflash_config", "transformer_layer_config"),
+    *("selector_rank", "selector_top_k"),
     *("conv_kernel_size", "conv_group_size"),
 )
 _IDLE_PREFIXES = ("speculators_", "training_")
@@ -80,6 +89,25 @@ class MarkovSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class RefineSpec:
+    """What a head adds that refines a row by the token before it."""
+
+    inner: int  # of the MLP, or of a message
+    rank: int | None = None  # of DSpine's codes; None: an MLP over embeddings
+    candidates: int = _REFINED  # of a position that it scores
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, TensorInfo]) -> "RefineSpec | None":
+        """Return what the tensors show; None: there is no such head."""
+        if (down := tensors.get(_MLP_TENSORS[-1])) is not None:
+            return cls(inner=down.shape[-1])
+        if (codes := tensors.get(_INJECTION_TENSORS[-1])) is None:
+            return None
+        message = tensors.get(_INJECTION_TENSORS[0])
+        return cls(inner=0 if message is None else message.shape[0], rank=codes.shape[-1])
+
+
+@dataclass(frozen=True, slots=True)
 class DraftSpec:
     source: str  # the file, for messages
     layers: tuple[LayerKind, ...]
@@ -103,6 +131,7 @@ class DraftSpec:
     reduced: bool = False  # whether its head has a vocabulary of its own, and a table of the target's ids
     second: SecondSpec | None = None  # of a DFlash2 draft
     markov: MarkovSpec | None = None  # of a DSpark draft
+    refine: RefineSpec | None = None  # of a DSpine draft, or one with an MLP over candidates
     # Whether a row predicts the token after its own position, the anchor's row too; None: by the kind.
     from_anchor: bool | None = None
 
@@ -111,12 +140,25 @@ class DraftSpec:
         """Positions that one call proposes for."""
         return self.block_size if self.from_anchor else self.block_size - 1
 
-    def with_heads(self, tensors: Mapping[str, TensorInfo]) -> "DraftSpec":
-        """Return the spec with the heads that the tensors show: configs do not tell DSpark from DFlash."""
+    def with_heads(self, tensors: Mapping[str, TensorInfo], *, causal: bool | None = None) -> "DraftSpec":
+        """Return the spec with the heads that the tensors show: configs do not tell DSpark from DFlash.
+
+        `causal` overrides the file: messages of DSpine go from row to row of a block that is causal.
+        """
         if (ids := tensors.get(OWN_IDS)) is not None and not self.reduced:
             size = self.draft_vocab_size or ids.elements
-            return replace(self, draft_vocab_size=size, reduced=True).with_heads(tensors)
+            return replace(self, draft_vocab_size=size, reduced=True).with_heads(tensors, causal=causal)
         table = tensors.get(_MARKOV_TENSORS[0])
+        if table is None and self.second is None and (refine := RefineSpec.of(tensors)) is not None:
+            if self.reduced or self.from_anchor:
+                raise UnsupportedModel(
+                    f"{self.source}: the draft refines rows by the token before them and has "
+                    f"{'a vocabulary of its own' if self.reduced else 'sample_from_anchor'}, needed neither"
+                )
+            if refine.rank is not None and causal is None:
+                causal = True
+            kinds = self.causal if causal is None else (causal,) * len(self.layers)
+            return replace(self, refine=refine, causal=kinds, from_anchor=False)
         if table is None:
             if self.from_anchor:
                 raise UnsupportedModel(
@@ -167,6 +209,11 @@ class DraftSpec:
             names |= {name.removesuffix(".weight") for name in names if "_conv_base" in name}
         if self.markov is not None:
             names |= {*_MARKOV_TENSORS, *_CONFIDENCE_TENSORS}
+        if self.refine is not None:
+            names |= {*(_MLP_TENSORS if self.refine.rank is None else _INJECTION_TENSORS)}
+        if self.refine is not None and self.refine.rank is not None:
+            layers = range(len(self.layers))
+            names |= {f"blk.{layer}.{name}.weight" for layer in layers for name in _LAYER_INJECTIONS}
         shape, prefix = (target.vocab_size, target.width), ()
         if self.reduced:
             names |= {OWN_IDS, _OWN_HEAD}

@@ -206,6 +206,10 @@ class NativeDecoder:
         """Return the same for a draft, whose numbers never reach the text: activations have 8 bits."""
         return self.library.matmul(self._head, hidden, mode=INT8)
 
+    def head_rows(self, tokens: Tensor) -> Tensor:
+        """See Target."""
+        return self.library.embed(self._head, tokens)
+
     def forward(
         self, step: Step, buffers: Buffers, *, taps: Sequence[int] = (), tapped: int | None = None
     ) -> Output:

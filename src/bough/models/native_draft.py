@@ -25,6 +25,8 @@ def draft_gap(source: TensorSource, spec: DraftSpec) -> str | None:
         return reason
     if spec.second is not None or spec.markov is not None:
         return f"the draft is a {'DFlash2' if spec.second else 'DSpark'} draft"
+    if spec.refine is not None:
+        return "the draft refines its rows by the token before them"
     if spec.reduced:
         return "the draft has a vocabulary of its own"
     for name, size in {"width": spec.width, "feed-forward": spec.feed_forward, "head": spec.head_dim}.items():
@@ -42,7 +44,7 @@ class NativeDraft(DFlashDraft):
 
     def __init__(self, spec: DraftSpec, loader: NativeLoader):
         self.spec, self.device, self.layouts = spec, _CPU, set()
-        self.selector = None
+        self.selector = self.refiner = None
         self._library = loader.library
         self._held: list[Tensor | PackedMatrix] = []  # what the structures point to
         layers = [self._layer(loader, index) for index in range(len(spec.layers))]
@@ -96,7 +98,9 @@ class NativeDraft(DFlashDraft):
                 self._append(features[b : b + 1, :rows], first[b : b + 1], slots[b : b + 1], buffers)
         buffers.lengths.index_add_(0, slots, count)
 
-    def block(self, embeddings: Tensor, slots: Tensor, buffers: DraftBuffers) -> Tensor:
+    def block(
+        self, embeddings: Tensor, slots: Tensor, buffers: DraftBuffers, anchors: Tensor | None = None
+    ) -> Tensor:
         """See DFlashDraft.block."""
         x = (embeddings * self.spec.embedding_scale).contiguous()
         hidden = torch.empty_like(x)

@@ -31,6 +31,15 @@ _GLOBAL = {
     "confidence_head.proj.weight": "conf_proj.weight",
     "confidence_head.proj.bias": "conf_proj.bias",
     "d2t": "d2t",
+    "ar_approximation.norm.weight": "refine_norm.weight",
+    "ar_approximation.ug.weight": "refine_ug.weight",
+    "ar_approximation.ug.bias": "refine_ug.bias",
+    "ar_approximation.d.weight": "refine_d.weight",
+    "injection.message.weight": "refine_message.weight",
+    "injection.receiver_gate.weight": "refine_receiver.weight",
+    "injection.predecessor_gate.weight": "refine_predecessor.weight",
+    "injection.bias": "refine_gate.bias",
+    "transfer_codes": "refine_codes.weight",
 }
 _LAYER = {
     "input_layernorm": "attn_norm",
@@ -47,10 +56,12 @@ _LAYER = {
     "attention_conv.kernel_projection": "attn_conv_proj",
     "mlp_conv.kernel_projection": "ffn_conv_proj",
 }
+_INJECTIONS = {"injection.readouts": "refine_readout", "injection.writes": "refine_write"}
 _BASE_KERNELS = {"attention_conv.base_kernel": "attn_conv_base", "mlp_conv.base_kernel": "ffn_conv_base"}
 _TYPES = {"F32": QuantType.F32, "F16": QuantType.F16, "BF16": QuantType.BF16}
-# Which of the target's tokens are in a reduced vocabulary: the other table says it, too.
-_IGNORED = ("t2d",)
+# Which of the target's tokens are in a reduced vocabulary: the other table says it, too. Whether codes of
+# tokens are there: they are needed.
+_IGNORED = ("t2d", "transfer_ready")
 # A mask that is not a row of the target's embedding.
 _MASK_FILE = "mask_embedding.pt"
 
@@ -194,6 +205,9 @@ def gguf_name(name: str) -> str | None:
     name = name.removeprefix("model.")
     if name in _GLOBAL:
         return _GLOBAL[name]
+    group, _, index = name.removesuffix(".weight").rpartition(".")
+    if group in _INJECTIONS and index.isdecimal() and name.endswith(".weight"):
+        return f"blk.{index}.{_INJECTIONS[group]}.weight"
     part, _, rest = name.removeprefix("layers.").partition(".")
     stem = rest.removesuffix(".weight")
     if name.startswith("layers.") and part.isdecimal() and stem in _LAYER and rest.endswith(".weight"):
@@ -209,6 +223,9 @@ def checkpoint_name(name: str) -> str:
         if theirs == name:
             return ours
     _, layer, part, _ = name.split(".")
+    for ours, theirs in _INJECTIONS.items():
+        if theirs == part:
+            return f"{ours}.{layer}.weight"
     for ours, theirs in _BASE_KERNELS.items():
         if theirs == part:
             return f"layers.{layer}.{ours}"

@@ -67,6 +67,13 @@ class Matrix:
             return quant_matmul(x, self.data, self.type)
         return dense_matmul(x, self.data, exact=exact).to(x.dtype)
 
+    def rows(self, indices: Tensor) -> Tensor:
+        """Return rows [..., K] float32 of a matrix that is not in tiles."""
+        assert isinstance(self.data, Tensor), "tiles are not read by row"
+        if self.type is None:
+            return self.data[indices].float()
+        return embed(self.data, self.type, indices)
+
     def first_rows(self, rows: int) -> "Matrix":
         """Return the first rows as a matrix: a copy of tiles, else a view."""
         if isinstance(self.data, PackedWeight):

@@ -144,6 +144,8 @@ def rehearse(file: GGUFFile, config: EngineConfig, plan: MemoryPlan, device: tor
             with open_draft(config.draft.path, spec, quant=quant, causal=config.draft.causal) as opened:
                 loader = MeasuringLoader(opened[1], tiles=True)
                 draft = DFlashDraft(opened[0], loader, device, spec.vocab_size)
+            if draft.refiner is not None:
+                target.keep_head_rows(MeasuringLoader(file, tiles=True, host_embedding=True))
             model = draft_model(draft, config.draft, target, plan)
         if uses_mtp(config, file, spec):
             mtp = mtp_model(MTPBlock(spec, MeasuringLoader(file, tiles=True), device), target, plan)

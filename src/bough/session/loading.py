@@ -41,6 +41,7 @@ from bough.models.pooling import VectorSpec
 from bough.models.spec import ModelSpec
 from bough.models.vision import VisionTower
 from bough.models.weights import Progress as LoadProgress
+from bough.models.weights import WeightLoader
 from bough.prefix_cache.cache import PrefixCacheConfig
 from bough.prefix_cache.files import SnapshotFiles, identity
 from bough.session.attention_scorer import AttentionScorer
@@ -130,7 +131,7 @@ def _loaded(
             cost_file = _cost_file(config, path, plan, target, mtp)
             costs = cost_file.load()
             _empty_cache(device)
-            drafter = _drafter(config, target, plan, costs, mtp)
+            drafter = _drafter(config, file, target, plan, costs, mtp)
             _empty_cache(device)
             phases.end("reading")
             ahead.wait(compiling)
@@ -322,13 +323,21 @@ def _mtp(config: EngineConfig, file: GGUFFile, target: Target, plan: MemoryPlan)
 
 
 def _drafter(
-    config: EngineConfig, target: Target, plan: MemoryPlan, costs: StepCosts, mtp: MTPModel | None
+    config: EngineConfig,
+    file: GGUFFile,
+    target: Target,
+    plan: MemoryPlan,
+    costs: StepCosts,
+    mtp: MTPModel | None,
 ) -> Drafter:
     if config.speculation is None:
         return NoDrafter()
     model: DraftModel | None = mtp
     if config.draft is not None:
-        draft = draft_model(_draft(config.draft, target, plan), config.draft, target, plan)
+        loaded = _draft(config.draft, target, plan)
+        if loaded.refiner is not None and isinstance(target, Decoder):
+            target.keep_head_rows(WeightLoader(file, device=target.device, host_embedding=True))
+        draft = draft_model(loaded, config.draft, target, plan)
         model = draft if mtp is None else MixedModel(draft, mtp, width=target.spec.width)
     return speculator(model, config.speculation, costs, target.device)
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from bough.kernels.tree import MAX_ROWS
 from bough.models.decoder import Target
 from bough.models.dflash import DFlashDraft, DraftBuffers
+from bough.models.refine import Refiner
 from bough.spec.drafter import Rank
 from bough.spec.tree import Proposal
 from bough.spec.waiting import WaitingFeatures
@@ -81,27 +82,42 @@ class DFlashModel(WaitingFeatures):
         depth = self.positions
         masks = self._masks[:, : self._masks.shape[1] - self.depth + depth].expand(len(anchors), -1, -1)
         rows = torch.cat([self._target.embed(anchors[:, None]), masks], 1)
-        hidden = self._draft.block(rows, slots, self._buffers)[:, -depth:]
+        residual, hidden = self._rows(rows, slots, anchors, depth)
         logits = self._draft.logits(hidden, self._target.draft_logits)
         after = torch.arange(1, depth + 1, device=self._draft.device)
         positions = self._buffers.lengths[slots][:, None] + after
-        selector = self._draft.selector
-        if selector is None:
+        head = self._draft.selector or self._draft.refiner
+        if head is None:
             return Proposal.of(*rank(logits, positions, anchors, slots, count))
-        ids, scores = rank(logits, positions, anchors, slots, selector.candidates)
+        ids, scores = rank(logits, positions, anchors, slots, head.candidates)
         # Before each candidate: those of the position before, and the token that prompt lookup has there.
         other = anchors[:, None].expand(positions.shape) if chains is None else chains[:, :depth].clamp(min=0)
         before = torch.cat([ids, other[..., None]], -1)
         first = anchors[:, None, None].expand(-1, 1, before.shape[-1])
         before = torch.cat([first, before[:, :-1]], 1)
         flat = hidden.flatten(0, 1), before.flatten(0, 1)
-        added = selector(*flat, ids.flatten(0, 1)).unflatten(0, positions.shape)
+        if isinstance(head, Refiner):
+            new = head(residual.flatten(0, 1), *flat, ids.flatten(0, 1), self._target)
+            new = self._draft.scaled(new).unflatten(0, positions.shape)
+            added = rank.perturb(new - logits.gather(-1, ids)[:, :, None], slots)
+            confidence = None
+        else:
+            added = head(*flat, ids.flatten(0, 1)).unflatten(0, positions.shape)
+            confidence = head.confidence(*flat)
         edges = (scores[:, :, None] + added).log_softmax(-1)
-        if (confidence := selector.confidence(*flat)) is not None:
+        if confidence is not None:
             edges = edges + confidence.unflatten(0, positions.shape)
         if count > 1:
             return replace(Proposal.of(ids, scores), edges=edges)
         return Proposal.stack([Proposal.best_path(*each) for each in zip(ids, edges, strict=True)])
+
+    def _rows(self, rows: Tensor, slots: Tensor, anchors: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        """Return the last `depth` rows of a block before and after the final norm."""
+        if self._draft.refiner is None:
+            hidden = self._draft.block(rows, slots, self._buffers)[:, -depth:]
+            return hidden, hidden
+        residual, hidden = self._draft.rows(rows, slots, self._buffers, anchors)
+        return residual[:, -depth:], hidden[:, -depth:]
 
     def save(self, slot: int) -> SavedRings:
         self.flush(slot)

@@ -244,7 +244,8 @@ def _accepted(draft: DFlashDraft, target: Target, tokens: list[int], features: T
         done = place
         ids = [tokens[place], *[spec.mask_id] * (spec.block_size - 1)]
         rows = target.embed(torch.tensor([ids], device=device))
-        hidden = draft.block(rows, slots, buffers)[:, -spec.depth :]
+        anchor = torch.tensor(ids[:1], device=device)
+        hidden = draft.block(rows, slots, buffers, anchor)[:, -spec.depth :]
         proposed = draft.logits(hidden, target.draft_logits)[0].argmax(-1).tolist()
         total += _common(proposed, tokens[place + 1 :])
     return total / len(places)

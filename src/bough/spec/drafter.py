@@ -24,6 +24,10 @@ class Rank(Protocol):
         self, logits: Tensor, positions: Tensor, anchors: Tensor, slots: Tensor, count: int
     ) -> tuple[Tensor, Tensor]: ...
 
+    def perturb(self, change: Tensor, slots: Tensor) -> Tensor:
+        """Return what another logit changes in a score: change [S, ...], new logits less those ranked."""
+        ...
+
 
 class Constraint(Protocol):
     """Which tokens may follow: a grammar, a limit on reasoning. Works on token ids on the host."""

@@ -10,9 +10,10 @@ from torch.nn.functional import pad
 
 from bough.kernels import native
 from bough.kernels.sampling.penalties import penalised
-from bough.kernels.sampling.reference import gumbel, rank, sample
+from bough.kernels.sampling.reference import SHARPNESS, gumbel, rank, sample
 
 PENALISED, BIASED, MASKED = 1, 2, 4
+_LARGEST = 1e30  # of a score's change, which may be far from 0 at a tiny temperature
 _WARM = 8  # on the host alone: a temperature above 0
 _TEMPERATURE, _TOP_P, _LEAST, _REPETITION, _PRESENCE, _FREQUENCY = range(6)
 _TOP_K, _SEED, _FLAGS = range(3)
@@ -109,6 +110,12 @@ class SamplingState:
             self.flags[slot] ^= MASKED
             self.argmax[slot] = not self.flags[slot]
             self.integers[slot, _FLAGS].fill_(self.flags[slot] & ~_WARM)
+
+    def perturb(self, change: Tensor, slots: Tensor) -> Tensor:
+        """Return what a change of logits [S, ...] changes in what `rank_rows` scores for slots [S]."""
+        temperature = self.numbers[slots, _TEMPERATURE].view(-1, *[1] * (change.ndim - 1))
+        factor = torch.where(temperature > 0, SHARPNESS / temperature, 1.0)
+        return (change * factor).clamp(-_LARGEST, _LARGEST)
 
     def settings(self, slot: int) -> dict:
         """Return the parameters on the host, as `sample` takes them."""
