@@ -139,7 +139,7 @@ def test_parked_and_continued(parts: Callable[..., Engine]) -> None:
 
 
 def other_picture(request: Request) -> Request:
-    return seeing_request([12, shown(300, 200, shade=1), 9], max_tokens=COUNT)
+    return seeing_request([12, shown(300, 200, shade=128), 9], max_tokens=COUNT)
 
 
 @pytest.mark.parametrize("disk", [False, True])
