@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from bough.compress.scorer import Query
+from bough.images.parts import has_images
 from bough.text.messages import ROLES, TEXT_PARTS
 
 Message = Mapping[str, Any]
@@ -17,8 +18,6 @@ MIN_TOKENS = 256  # a shorter message is not worth its gaps
 QUESTION = 64 * CHARACTERS  # characters of a question that stands beside its document
 ANSWER_WEIGHT = 0.5  # of the last assistant message as a query
 FEW_WORDS = 3  # "continue", "and then?": the question is an earlier one
-
-IMAGE_PARTS = ("image", "image_url", "input_image")  # what is said beside an image stays whole
 
 # What needs the whole text, by the words in which people ask for it.
 WHOLE = re.compile(
@@ -73,13 +72,6 @@ class TextBody:
     @property
     def message(self) -> int:
         return self.place[0]
-
-
-def has_images(message: Message) -> bool:
-    """Return whether a message has a part that is an image, in any protocol's words."""
-    content = message.get("content") if isinstance(message, Mapping) else None
-    parts = content if isinstance(content, list | tuple) else ()
-    return any(isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS for part in parts)
 
 
 def bodies(messages: Sequence[Message]) -> list[TextBody]:
@@ -138,7 +130,7 @@ def candidates(messages: Sequence[Message], settings: Wanted, *, since: int = 0)
         if body.message >= since
         and body.role in ("user", "tool")
         and body.message not in settings.keep
-        and not has_images(messages[body.message])
+        and not has_images([messages[body.message]])  # what is said beside an image stays whole
         and len(body.text) >= MIN_TOKENS * CHARACTERS
         and (
             body.message in long

@@ -3,12 +3,12 @@
 import threading
 from dataclasses import asdict, replace
 
-from bough.compress.conversation import has_images
 from bough.engine.sampler import SamplingParams
 from bough.engine.sequence import Limits, Request
 from bough.errors import UsageError
 from bough.hub.recommended import NOTHING_KNOWN, Recommended
 from bough.images.opening import ImageLimits
+from bough.images.parts import has_images, with_images
 from bough.models.pooling import VectorSpec
 from bough.session.compression import Compression, PromptCompression
 from bough.session.pictures import Pictures
@@ -72,6 +72,7 @@ class RequestReader:
 
     def encode(self, request: TextRequest) -> list[int]:
         """Return the prompt's token ids, below 0 for images; raises if the template refuses the messages."""
+        request = self._with_images(request)
         limit = self._limit(request, stops_at_tokens=False)
         return self._prompts.encode(request, limit, counting=True).ids
 
@@ -80,8 +81,9 @@ class RequestReader:
 
         It can run in another thread than `generate`.
         """
+        request = self._with_images(request)
         if request.prefill_for_s is None and self._compression.deferred(request):
-            if any(map(has_images, request.messages or ())):
+            if has_images(request.messages):
                 self._prompts.encode(request, self._limit(request))  # images are decoded in this thread
             return request
         request = self.prepare(request)
@@ -108,12 +110,19 @@ class RequestReader:
     def prepare(self, request: TextRequest) -> TextRequest:
         """Return the request with its encoded prompt, compressed if that is wanted."""
         check_role(request, self.vector_spec)
+        request = self._with_images(request)
         if self.vector_spec is not None:
             prompt = vector_prompt(request, self.vector_spec, self.tokenizer, self._limit(request))
             return replace(request, encoded=prompt)
         if request.prefill_for_s is not None:
             return replace(request, encoded=self._beginning(request))
         return replace(request, encoded=self._compression.encode(request, self._limit(request)))
+
+    def _with_images(self, request: TextRequest) -> TextRequest:
+        """Return the request with its images read; what follows sees none of their base64 text."""
+        if request.messages is None:
+            return request
+        return replace(request, messages=with_images(request.messages, self.images))
 
     def _beginning(self, request: TextRequest) -> Prompt:
         """Return the beginning of a prompt that prefill can process before the rest is there."""

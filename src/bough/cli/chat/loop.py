@@ -11,11 +11,12 @@ from bough.cli.chat import conversation as saved
 from bough.cli.chat import slash_commands
 from bough.cli.chat.backend import Backend, ModelSource, ReplyEnd
 from bough.cli.chat.conversation import ChatSettings, Conversation, Message
-from bough.cli.chat.input import Keyboard, Lines, Source, history_file, unechoed
-from bough.cli.chat.screen import ChatReply, PlainReply, TerminalReply, on_terminal
+from bough.cli.chat.input import Keyboard, Lines, history_file, unechoed
+from bough.cli.chat.screen import PlainReply, TerminalReply, on_terminal
 from bough.cli.interrupt import Interrupt
 from bough.cli.streams import OutputFailed
 from bough.errors import BoughError, PromptTooLong, UsageError
+from bough.images.opening import ImageFile
 from bough.session.collected import GeneratedOutput
 
 LEAVING = ("exit", "quit", "bye")  # alone in a line, as in other programs
@@ -48,6 +49,7 @@ class Chat:
         self.settings = settings
         self.screen = screen
         self.attachments: list[tuple[str, str]] = []  # names and texts, for the next message
+        self.images: list[ImageFile] = []  # for the next message, too
         self.path = path  # where it was last saved or loaded
         self.ended: ReplyEnd | None = None
         self._last: LastReply | None = None
@@ -63,7 +65,7 @@ class Chat:
 
     def run(self) -> int:
         """Run until the user leaves; return the exit code."""
-        source: Source = Lines()
+        source: Lines | Keyboard = Lines()
         if self._terminal:
             source = Keyboard(history_file(), slash_commands.complete)
             self.screen.note(f"{self.backend.name} · {self.backend.about}")
@@ -76,7 +78,7 @@ class Chat:
             except EOFError:
                 return self._exit_code
 
-    def _turn(self, source: Source) -> None:
+    def _turn(self, source: Lines | Keyboard) -> None:
         """Read one line and handle it; show errors that do not end the chat."""
         try:
             if self._terminal:
@@ -166,13 +168,14 @@ class Chat:
             raise EOFError
         if slash_commands.run(self, line):
             return
-        message = Message("user", self._with_files(line))
+        message = Message("user", self._with_files(line), images=tuple(self.images))
         self.conversation.messages.append(message)
         try:
             self._answer(self._seed())
         finally:
             if self.answered:
                 self.attachments.clear()
+                self.images.clear()
             else:
                 self.conversation.undo()
 
@@ -194,7 +197,7 @@ class Chat:
 
     def _answer(self, seed: int) -> None:
         """Stream a reply and append it to the conversation, incomplete if it was interrupted."""
-        reply: ChatReply = TerminalReply() if self._terminal else PlainReply(quiet=self._quiet)
+        reply = TerminalReply() if self._terminal else PlainReply(quiet=self._quiet)
         stop = Interrupt(patience_s=0 if self.backend.breakable else None)
         received, ended = GeneratedOutput(), None
         failure: BoughError | None = None
