@@ -1,6 +1,7 @@
 """Images from official clients to the text of a model that sees: one picture, one text, in every protocol."""
 
 import base64
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -131,6 +132,20 @@ def test_exif_turns_the_picture(server: Live) -> None:
 def test_trees_and_plain_decoding_give_one_text(server: Live, texts: dict[str, tuple[str, int]]) -> None:
     plain = by_chat(server, FILES["png"], extra_body={"bough": {"budget": 0}})
     assert plain == texts["png"]
+
+
+def test_images_are_counted_apart(server: Live) -> None:
+    fresh = body(encoded(noise(200, 200, 9), "PNG"), encoded(noise(256, 256, 10), "PNG"))
+    with httpx2.Client(base_url=server.url, timeout=60) as http:
+        first, again = (http.post("/v1/chat/completions", json=fresh).json()["usage"] for _ in range(2))
+        page = http.get("/metrics").text
+    images = first["images"]
+    assert images["count"] == images["encoded"] == 2 and images["tokens"] == 128 and images["encode_ms"] > 0
+    assert again["images"]["encoded"] == 0 and again["prompt_tokens"] == first["prompt_tokens"]
+    assert again["prompt_tokens_details"]["cached_tokens"] > 0
+    for name in ('images_total{what="encoded"}', 'spec_decode_after_images_total{what="steps"}'):
+        [value] = re.findall(f"^bough:{re.escape(name)} (.*)$", page, re.MULTILINE)
+        assert float(value) >= 2
 
 
 def test_detail_low_takes_fewer_tokens(server: Live) -> None:
