@@ -2,7 +2,7 @@
 
     python -m workshop cpu_native --llama FOLDER [--model M.gguf --draft D.gguf|none] [--threads 1,2]
         [--backends native,torch] [--suites humaneval,gsm8k] [--prompts 5] [--n-gen 64] [--rounds 3]
-        [--prefill 512] [--host] [--busy 2] [--data DATA] [--out FILE]
+        [--prefill 512] [--data DATA] [--out FILE]
 
 FOLDER: see llama_library.py. Without --model the embedded pair is measured. DATA holds the suites' files
 (bough.bench.suites); the suite `builtin` needs none, and `edit` asks for a changed copy of a file. There
@@ -11,18 +11,13 @@ llama.cpp is timed with its choice of the likeliest token. A step during which t
 the process (involuntary context switches) is dropped and counted; medians and least times are of the rest,
 tok_s is of all. `ratios` are of tokens a second: of all, and the range that holds 90% if other prompts had
 been chosen. Time with two threads means little on a busy machine: the line has the load.
-
---host: also the part of a step that is not in native code. --busy N: N busy processes beside it.
 """
 
-import contextlib
 import random
 import resource
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,7 +27,6 @@ import torch
 from bough.bench import suites
 from bough.config import DraftConfig, EngineConfig, SpecConfig
 from bough.engine.engine import Request, Tokens
-from bough.kernels.native import library
 from bough.session.loading import load_session
 from bough.session.requests import TextRequest
 from bough.session.session import Session
@@ -40,8 +34,6 @@ from workshop.case import DRAFT, ROOT, TARGET, case
 from workshop.llama_library import LlamaCpp
 from workshop.report import Report
 
-# What runs in native code during a step.
-NATIVE = ("tf_step", "tf_draft_block", "tf_draft_append", "tf_matmul", "tf_embed", "tf_argmax", "tf_rank")
 EDITS = (
     "Rename the variable `text` to `line` everywhere.",
     "Add a docstring to every function.",
@@ -52,31 +44,10 @@ FILE = ROOT / "src/bough/text/stops.py"
 RESAMPLES = 400
 
 
-class NativeClock:
-    """Counts the seconds in functions of the native library."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        found, _ = library.find_library()
-        for name in NATIVE:
-            setattr(found, name, self._timed(getattr(found, name)))
-
-    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*arguments: Any) -> Any:
-            start = time.perf_counter()
-            result = function(*arguments)
-            self.seconds += time.perf_counter() - start
-            return result
-
-        return timed
-
-
 @dataclass
 class Times:
     """Seconds of steps, wall and CPU time of the calling thread, and the tokens they gave."""
 
-    clock: NativeClock | None = None
-    host: list[float] = field(default_factory=list)  # what is not in native code
     wall: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
     tokens: int = 0
@@ -88,7 +59,6 @@ class Times:
     def step(self, run: Callable[[], int]) -> None:
         """Time a step that returns how many tokens it gave."""
         switches = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
-        native = self.clock.seconds if self.clock else 0.0
         cpu, wall = time.thread_time(), time.perf_counter()
         self.tokens += run()
         wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
@@ -100,11 +70,9 @@ class Times:
         else:
             self.wall.append(wall)
             self.cpu.append(cpu)
-            if self.clock:
-                self.host.append(wall - (self.clock.seconds - native))
 
     def add(self, other: "Times") -> None:
-        for name in ("host", "wall", "cpu", "tokens", "steps", "seconds", "cpu_seconds", "dropped"):
+        for name in ("wall", "cpu", "tokens", "steps", "seconds", "cpu_seconds", "dropped"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
     def summary(self) -> dict[str, Any]:
@@ -120,7 +88,6 @@ class Times:
             "tok_per_cpu_s": self.tokens / self.cpu_seconds,
             "step_wall": ms(self.wall),
             "step_cpu": ms(self.cpu),
-            **({"step_host": ms(self.host)} if self.host else {}),
             "steps": self.steps,
             "dropped": self.dropped,
         }
@@ -132,13 +99,12 @@ class Ways:
 
     sessions: dict[str, Session]
     llama: LlamaCpp | None
-    clock: NativeClock | None
 
     def decode(self, prompt: list[int], count: int) -> dict[str, tuple[Times, list[int]]]:
         """Decode a prompt in every way; return the times and the output of each."""
         found = {}
         for name, session in self.sessions.items():
-            times = Times(self.clock if name.startswith("native") else None)
+            times = Times()
             found[name] = times, generate(session, prompt, count, times)
         if self.llama is not None:
             times = Times()
@@ -167,8 +133,6 @@ class Options:
     n_gen: int = 64
     rounds: int = 3
     prefill: int = 512
-    host: bool = False
-    busy: int = 0
 
 
 @case()
@@ -176,21 +140,9 @@ def main(report: Report, options: Options) -> None:
     names = (options.suites or ("humaneval" if options.data else "builtin")).split(",")
     for threads in map(int, options.threads.split(",")):
         ways = load(options, threads)
-        with busy_processes(options.busy):
-            for suite in names:
-                line = report.head() | {"what": "cpu_native", "threads": threads, "suite": suite}
-                report.line(**line, **measure(ways, options, suite))
-
-
-@contextlib.contextmanager
-def busy_processes(count: int) -> Iterator[None]:
-    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
-    try:
-        yield
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+        for suite in names:
+            line = report.head() | {"what": "cpu_native", "threads": threads, "suite": suite}
+            report.line(**line, **measure(ways, options, suite))
 
 
 def load(options: Options, threads: int) -> Ways:
@@ -210,7 +162,7 @@ def load(options: Options, threads: int) -> Ways:
             )
             sessions[f"{backend} {name}"] = load_session(model, config)
     llama = LlamaCpp(options.llama, model, threads=threads) if options.llama else None
-    return Ways(sessions, llama, NativeClock() if options.host else None)
+    return Ways(sessions, llama)
 
 
 def measure(ways: Ways, options: Options, suite: str) -> dict[str, Any]:

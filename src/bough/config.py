@@ -110,6 +110,7 @@ class ServerConfig:
     strict_model: bool = False  # requests that name no model of this server are refused
     max_queue: int = 64  # most waiting requests, not counting the running ones
     max_body: int = 32 << 20  # most bytes of a request
+    image_urls: bool = False  # images that requests name by URL are fetched, from public addresses
     thinking: bool | None = None  # default for requests; None: the template's default
     thinking_budget: int | None = None  # tokens of reasoning
     sampling: Mapping[str, float] = field(default_factory=dict)  # over the model's, for requests

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self, TypedDict, Unpack, cast, overload
 
 import numpy as np
+from PIL.Image import Image
 
 from bough.config import EFFORTS, DraftConfig, EngineConfig, SpecConfig, environment
 from bough.engine import sampler
@@ -26,10 +27,12 @@ from bough.gguf.reader import GGUFFile
 from bough.hub.catalog import EMBEDDED, ModelCard
 from bough.hub.drafts import fetch_draft
 from bough.hub.resolve import meaning, resolve, resolve_draft
+from bough.images.opening import image_file
+from bough.images.parts import has_images
 from bough.session.collected import GeneratedOutput
 from bough.session.folders import costs_file
 from bough.session.loading import load_session
-from bough.session.pairing import AUTO, LOOKUP, MTP, NONE, NamedDraft, card_of, draft_at_hand
+from bough.session.pairing import AUTO, NONE, NamedDraft, card_of, plan_draft
 from bough.session.requests import (
     Grammar,
     Text,
@@ -44,6 +47,7 @@ from bough.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
+ImageSource = str | Path | bytes | Image
 Messages = str | Sequence[Mapping[str, Any]]  # of one user, or in OpenAI's form
 Prompt = str | Sequence[int]  # text or token ids, as they are
 Schema = Mapping[str, Any] | type  # JSON schema, or a pydantic model
@@ -64,6 +68,7 @@ class ChatOptions(TypedDict, total=False):
     max_tokens: int | None
     stop: str | Sequence[str]
     system: str | None  # instructions before the messages
+    images: Sequence[ImageSource]  # paths, bytes or PIL images, which come before the last message's text
     thinking: bool | None  # reason first; None: as the model's template decides
     effort: str | None  # of reasoning: minimal, low, medium, high, xhigh or max; None: as recommended
     break_loops: bool  # end reasoning that repeats itself, which is the default
@@ -324,6 +329,9 @@ class LLM:
     async def _events(
         self, request: TextRequest, output: GeneratedOutput, *, whole: bool = False
     ) -> AsyncIterator[str]:
+        if has_images(request.messages):
+            # Decoding takes long: not in the loop, and not in the worker's thread.
+            request = await asyncio.to_thread(self.session.check, request)
         job = self._worker.submit(request)
         try:
             async for batch in job.batches(whole=whole):
@@ -345,7 +353,7 @@ class LLM:
         if unknown := options.keys() - ChatOptions.__annotations__.keys():
             known = ", ".join(ChatOptions.__annotations__)
             raise UsageError(f"there is no option {', '.join(sorted(unknown))}; there are {known}")
-        turns = _turns(messages)
+        turns = _with_images(_turns(messages), options.get("images", ()))
         system = options.get("system")
         before = [] if system is None else [{"role": "system", "content": system}]
         request = self._request(
@@ -399,6 +407,34 @@ def _turns(messages: Messages) -> list[Mapping[str, Any]]:
             param="messages",
         )
     return list(messages)
+
+
+def _with_images(turns: list[Mapping[str, Any]], images: Sequence[ImageSource]) -> list[Mapping[str, Any]]:
+    """Return the messages with `images` in the last one, and every path or opened image read."""
+    if isinstance(images, str | bytes | Path | Image):
+        raise UsageError("images is one image, needed a list of images", param="images")
+    files = [
+        {"type": "image", "image": image_file(Path(each) if isinstance(each, str) else each, f"images[{at}]")}
+        for at, each in enumerate(images)
+    ]
+    turns = [{**turn, "content": _read_parts(turn.get("content"))} for turn in turns]
+    if files:
+        text = turns[-1]["content"]
+        parts = text if isinstance(text, list) else [{"type": "text", "text": text or ""}]
+        turns[-1] = {**turns[-1], "content": [*files, *parts]}
+    return turns
+
+
+def _read_parts(content: Any) -> Any:
+    """Return a content whose images are read; a text is never a path, as it may come from elsewhere."""
+    if not isinstance(content, list):
+        return content
+    return [
+        {**part, "image": image_file(part["image"])}
+        if isinstance(part, Mapping) and isinstance(part.get("image"), Path | bytes | Image)
+        else part
+        for part in content
+    ]
 
 
 def _effort(word: str | None) -> str | None:
@@ -544,23 +580,15 @@ def find_draft(
 ) -> tuple[SpecConfig | None, DraftConfig | None]:
     """Return how tokens are proposed, and the draft; fetch: one that is listed and not here."""
     name = NONE if draft is None else str(draft)
-    name = environment().draft or AUTO if name == AUTO else name
-    if name == NONE:
-        return None, None
-    named = NamedDraft.read(name)
-    name = named.name
-    speculation = SpecConfig(budget=card.budget if card else SpecConfig().budget, mtp=named.mtp)
-    if name in (MTP, LOOKUP):
-        return speculation, None
-    if name != AUTO:
-        return speculation, DraftConfig(resolve_draft(name, offline=not fetch))
-    path = draft_at_hand(target, card)
-    if path is None and card is not None and card.draft is not None:
+    named = NamedDraft.read(environment().draft or AUTO if name == AUTO else name)
+    plan = plan_draft(named, target, card, resolve=partial(resolve_draft, offline=not fetch))
+    path = plan.path
+    if card is not None and plan.missing is not None:
         if fetch:
-            path = fetch_draft(card.draft)
+            path = fetch_draft(plan.missing)
         else:
             log.warning("the draft of %s is not on this machine: bough pull %s", card.title, card.name)
-    return speculation, None if path is None else DraftConfig(path)
+    return plan.config, None if path is None else DraftConfig(path)
 
 
 class _Counter:

@@ -22,6 +22,7 @@ from bough.hub import catalog
 from bough.kernels.native import library as native_library
 from bough.memory import device as memory
 from bough.models.spec import ModelSpec
+from tests.images.files import encoded, png, quarters
 from tests.kernels.native_library import needs_native
 
 
@@ -410,7 +411,34 @@ def test_without_native_code(bough, monkeypatch):
 
 def test_a_file_that_is_no_text_is_refused(bough, tiny_model):
     result = bough("run", tiny_model(), "-p", "hi", "-f", tiny_model())
-    assert result.exit_code == 2 and "is not a text: there are zero bytes" in result.stderr
+    assert result.exit_code == 2 and "is neither a text nor a picture" in result.stderr
+
+
+def test_pictures_need_an_encoder_and_have_to_be_whole(bough, tiny_model, tmp_path):
+    picture = tmp_path / "a.png"
+    picture.write_bytes(encoded(quarters(), "PNG"))
+    asking = ("run", tiny_model(), "-p", "hi", "-f", picture)
+    blind = bough(*asking, "-f", picture)
+    assert blind.exit_code == 2
+    assert f"--file {picture} is an image, and the model was loaded without its image encoder" in blind.stderr
+    raw = bough(*asking, "--raw")
+    assert raw.exit_code == 2 and "a picture and --raw exclude each other" in raw.stderr
+    picture.write_bytes(png(60_000, 60_000))
+    bomb = bough("run", "no-such-model.gguf", "-p", "hi", "-f", picture)
+    assert bomb.exit_code == 2 and f"--file {picture} has 60000 x 60000 pixels" in bomb.stderr
+
+
+def test_several_text_files(bough, tiny_model, tmp_path):
+    paths = [tmp_path / name for name in ("a.txt", "b.txt")]
+    for path in paths:
+        path.write_text(path.stem)
+    ask = ("run", tiny_model(), "-n", 4, "-t", 0, "--json")
+    together = bough(*ask, "-p", "hi", *(word for path in paths for word in ("-f", path)))
+    assert together.exit_code == 0
+    assert (
+        json.loads(together.stdout)["tokens"]
+        == json.loads(bough(*ask, "-p", "hi\n\na\n\nb").stdout)["tokens"]
+    )
 
 
 def test_greedy_is_one_flag_away(bough, tiny_model, monkeypatch):

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from bough.spec.drafter import NoDrafter, StepOutcome, Turn
+from bough.spec.drafter import NoDrafter, Piece, StepOutcome, Turn
 from bough.spec.prompt_lookup import PromptLookup
 from bough.spec.tree import Proposal, Tree, build_tree
 
@@ -45,7 +45,7 @@ class Oracle(NoDrafter):
             if self._lookup is not None:
                 self._lookup.append(outcome.tokens)
 
-    def trees(self, turns: Sequence[Turn], prompts: Sequence[int] = ()) -> list[Tree]:
+    def trees(self, turns: Sequence[Turn], prompts: Sequence[Piece] = ()) -> list[Tree]:
         return [self._tree(turn.anchor, turn.position, turn.max_rows) for turn in turns]
 
     def _tree(self, anchor: int, position: int, max_rows: int) -> Tree:
@@ -64,7 +64,7 @@ class Oracle(NoDrafter):
         nodes = min(self._budget, max_rows - 1)
         return trimmed(*build_tree(torch.tensor([anchor]), proposal, nodes=nodes))
 
-    def plan_root(self, slot: int) -> bool:
+    def plan_root(self, slots: Sequence[int]) -> bool:
         return False
 
     def _ranked(self, token: int) -> list[int]:
@@ -83,11 +83,11 @@ class RandomTrees(NoDrafter):
         self._rests = False
         self.rested = 0
 
-    def plan_root(self, slot: int) -> bool:
+    def plan_root(self, slots: Sequence[int]) -> bool:
         self._rests = self._choose.random() < 0.7
         return self._rests
 
-    def trees(self, turns: Sequence[Turn], prompts: Sequence[int] = ()) -> list[Tree]:
+    def trees(self, turns: Sequence[Turn], prompts: Sequence[Piece] = ()) -> list[Tree]:
         return [self._tree(turn.anchor, turn.position, turn.max_rows) for turn in turns]
 
     def _tree(self, anchor: int, position: int, max_rows: int) -> Tree:

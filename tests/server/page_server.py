@@ -39,7 +39,9 @@ class Script:
     plain_answer: str | None = None  # when plain decoding is to differ
     models: tuple[str, ...] = ("bough-40m",)
     proposes: str = "draft"
+    sees: bool = True
     bodies: list[dict[str, Any]] = field(default_factory=list)
+    read_ahead: list[dict[str, Any]] = field(default_factory=list)
     vanished: threading.Event = field(default_factory=threading.Event)
 
 
@@ -139,7 +141,9 @@ class _Handler(BaseHTTPRequestHandler):
             if not self._loading():
                 self._answer(200, b'{"status": "ok"}')
         elif name == "v1/models":
-            models = [{"id": name, "max_model_len": 8192} for name in self.server.script.models]
+            inputs = ["text", "image"] if self.server.script.sees else ["text"]
+            about = {"max_model_len": 8192, "architecture": {"input_modalities": inputs}}
+            models = [{"id": name, **about} for name in self.server.script.models]
             self._answer(200, json.dumps({"data": models}).encode())
         elif name == "props":
             props = {"sampling": {"temperature": 0.7, "top_k": 40}, "proposes": self.server.script.proposes}
@@ -162,6 +166,9 @@ class _Handler(BaseHTTPRequestHandler):
             return self._error(429, "the queue holds 64 requests", Retry_After="1")
         if script.refuse:
             return self._error(400, script.refuse)
+        if self.path == "/v1/prefill":
+            script.read_ahead.append(body)
+            return self._answer(200, b'{"ready_tokens": 70}')
         script.bodies.append(body)
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")

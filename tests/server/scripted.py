@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from bough.engine.sampler import SamplingParams, TokenLogprob
 from bough.engine.stats import RequestStats, StepRecord
 from bough.errors import PromptTooLong, UsageError
+from bough.images.opening import ImageLimits
 from bough.session.requests import (
     Failed,
     Finished,
@@ -20,7 +21,7 @@ from bough.session.requests import (
     TreeStep,
 )
 from bough.text.template import ChatTemplate
-from tests.text.templates import QWEN35
+from tests.text.templates import QWEN35, SEEING
 
 
 class Bytes:
@@ -51,11 +52,20 @@ class ScriptedSession:
     vector_spec = None
     caches_prefixes = True
 
-    def __init__(self, script: Script, *, max_ctx: int = 200_000, parallel: int = 1):
+    def __init__(
+        self,
+        script: Script,
+        *,
+        max_ctx: int = 200_000,
+        parallel: int = 1,
+        images: ImageLimits | None = None,
+    ):
+        self.images = images
         self.script, self.max_ctx, self.parallel = script, max_ctx, parallel
         self._generations: list[Iterator[SessionEvent]] = []
         self.tokenizer = Bytes()
-        self.template = ChatTemplate(QWEN35, controls=["<|im_start|>", "<|im_end|>"])
+        source = QWEN35 if images is None else SEEING
+        self.template = ChatTemplate(source, controls=["<|im_start|>", "<|im_end|>", "<|image_pad|>"])
         self.seen: list[TextRequest] = []
         self.cancelled = 0
         self.busy = threading.Event()

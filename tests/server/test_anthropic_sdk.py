@@ -130,7 +130,7 @@ def test_errors_have_their_types(echo_server: Live):
     client = anthropic_client(echo_server)
     with pytest.raises(anthropic.BadRequestError, match="temperature is -1"):
         client.messages.create(model="m", max_tokens=5, messages=ASK, extra_body={"temperature": -1})
-    with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\].content\[0\].type is 'image'"):
+    with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\].content\[0\] is an image"):
         client.messages.create(
             model="m", max_tokens=5, messages=[{"role": "user", "content": [{"type": "image", "source": {}}]}]
         )

@@ -151,7 +151,7 @@ def test_every_button_of_a_chat_is_on_the_screen(open_page: Open, width: int, ti
     expect(page.get_by_role("button", name="Really delete chat")).to_be_in_viewport(ratio=1)
 
 
-def test_another_answer_has_another_seed_and_is_another_text(page_server: PageServer, open_page: Open) -> None:
+def test_another_answer_has_another_seed_and_text(page_server: PageServer, open_page: Open) -> None:
     page_server.script.answers = ["One.", "One.", "Two.", "One.", "Two.", "Three.", "Four."]
     page = open_page()
     ask(page, "Hello")

@@ -135,9 +135,9 @@ def test_text_does_not_depend_on_company(
     if parallel == 6:
         made.engine.prompts.short = 256  # as on a GPU
         verify = made.engine.runner.verify
-        made.engine.runner.verify = lambda parts: (
+        made.engine.runner.verify = lambda parts, *shared: (
             beside.extend(part for part in parts if part.given),
-            verify(parts),
+            verify(parts, *shared),
         )[1]
     for index, output in run_all(made, mixed(), seed=parallel).items():
         assert output.facts == alone[index].facts, index

@@ -12,7 +12,7 @@ from bough.models.decoder import Decoder
 from bough.models.dflash import DFlashDraft
 from bough.spec.calibration import Calibration, Share
 from bough.spec.dflash import DFlashModel
-from bough.spec.draft_call import Ask, DraftCall, HostDraftCall, TreeShape
+from bough.spec.draft_call import TREE_WORDS, Ask, DraftCall, HostDraftCall, TreeShape
 from bough.spec.policy import FEW_ROWS
 from bough.spec.tree import Proposal
 from bough.state.draft_ring import draft_buffers
@@ -36,7 +36,8 @@ def test_the_same_reports_as_over_static_buffers(
         model.append(slot, random_rows(5 + slot, len(draft.spec.taps) * target.spec.width, seed=slot))
     calibration = Calibration()
     parts = ({model: calibration}, Share("cpu"), sampler.rank)
-    options = {"shape": TreeShape(model.depth, 20, candidates, -4.0), "device": "cpu"}
+    forest = torch.zeros(3, TREE_WORDS, dtype=torch.int64)
+    options = {"shape": TreeShape(model.depth, 20, candidates, -4.0), "forest": forest}
     ways = [kind(*parts, **options) for kind in (DraftCall, HostDraftCall)]
     asks = [Ask(0, 5, [], 0.0), Ask(1, 9, [7, 8, 9], -0.25), Ask(2, 3, list(range(15)), -0.5)]
     for some in (asks[:1], asks[1:2], asks):

@@ -1,15 +1,23 @@
 """Rows shared between texts: by expected gain, as many as pay, and drafts only for those that they help."""
 
 import itertools
+import math
 import time
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from bough.kernels.tree import MAX_ROWS
+from bough.kernels.tree.share import share_rows
 from bough.spec.costs import StepCosts
+from bough.spec.draft_call import TREE_WORDS, word_bits
 from bough.spec.policy import PROBE_INTERVAL
-from bough.spec.sharing import REPLAN, BatchCosts, Offer, RowSharing
+from bough.spec.sharing import REPLAN, BatchCosts, DeviceSharing, Offer, RowSharing, SharedPart
+from bough.spec.tree import Tree
 
 SIZES = (1, 8, 16, 24, 32, 48, 64)
 # An H200 with a 27B: milliseconds of a step by rows, and of a draft call for one text.
@@ -131,3 +139,46 @@ def test_sharing_is_quick(texts: int) -> None:
         times.append(time.perf_counter() - start)
     # 15 us a text on an idle machine; this one may be busy.
     assert min(times) < texts * 60e-6
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.lists(st.floats(0.001, 1), max_size=63), min_size=1, max_size=16), st.integers(0, 48))
+def test_rows_shared_on_the_device_are_those_shared_on_the_host(gains: list[list[float]], extra: int) -> None:
+    """For a size that is known; all of the same rows, with equal gains in any places."""
+    texts = len(gains)
+    made, size = sharing(adaptive=False), min(texts + extra, MAX_ROWS)
+    made._step_sizes = [size]
+    expected = made.shares([np.array(own, np.float32) for own in gains], padded=True)
+    padded = torch.tensor([own + [0.0] * (63 - len(own)) for own in gains])
+    trees = torch.arange(texts * 5 * MAX_ROWS).view(texts, 5, MAX_ROWS)
+    present = torch.ones(texts, dtype=torch.int64)
+    rows, first = share_rows(trees, padded, present, torch.tensor([size - texts]))
+    assert first.diff().tolist() == expected
+    for text, (begin, end) in enumerate(itertools.pairwise(first.tolist())):
+        assert torch.equal(rows[:, begin:end], trees[text, :, : end - begin])
+
+
+def test_trees_on_the_device_and_on_the_host_share_a_step() -> None:
+    """A drafted tree, what prompt lookup found, a root alone, and a piece of a prompt, which is whole."""
+    forest = torch.zeros(8, TREE_WORDS, dtype=torch.int64)
+    drafted = Tree.of([7, 8, 9, 10, 11], [-1, 0, 0, 1, 3])
+    forest[5, : 4 * MAX_ROWS] = drafted.packed.flatten()
+    weights = torch.full((MAX_ROWS,), -torch.inf)
+    weights[:5] = torch.tensor([1.0, 0.9, 0.5, 0.4, 0.3]).log()
+    forest[5, 4 * MAX_ROWS :] = word_bits(weights)
+    parts = [
+        SharedPart(5, 16, promise=0.8),
+        SharedPart(2, 3, tree=Tree.chain([1, 2, 3]), score=math.log(0.7)),
+        SharedPart(0, 16, tree=Tree.root(4)),
+        SharedPart(1, 3, tree=Tree.chain([20, 21, 22]), given=True),
+    ]
+    call = DeviceSharing(forest)
+    for size, counts in ((6, [1, 1, 1, 3]), (8, [2, 2, 1, 3]), (10, [3, 3, 1, 3]), (64, [5, 3, 1, 3])):
+        shared = call(parts, size)
+        assert shared.first.diff().tolist() == counts and (shared.size, shared.most) == (size, 16)
+        bounds = shared.first.tolist()
+        for part, begin, end in zip(parts, bounds, bounds[1:], strict=False):
+            tree = drafted if part.tree is None else part.tree
+            assert torch.equal(shared.rows[:, begin:end], tree.packed[:, : end - begin])
+        assert shared.given[: bounds[-1]].tolist() == [-1] * (bounds[-1] - 3) + [21, 22, -1]
+    assert call(parts[:1], 16).first.tolist() == [0, 5, 5, 5, 5]

@@ -93,7 +93,7 @@ class Clock:
         tree = propose(self.drafter, self.text[self.position], self.position, limit)
         drafting = DRAFT_COST * ((self.draft.calls if self.draft else 0) - calls)
         tokens, parents = tree.lists()
-        self._root = self._ahead and len(tokens) == 1 and self.drafter.plan_root(0)
+        self._root = self._ahead and len(tokens) == 1 and self.drafter.plan_root([0])
         self.planned += self._root
         depths = [0]
         for parent in parents[1:]:

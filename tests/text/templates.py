@@ -62,6 +62,25 @@ QWEN35 = r"""
 {%- endif %}
 """
 
+# The same, which also sees: an image is three control tokens in its place.
+_SHOW = r"""
+{%- macro show(content, sees) %}
+    {%- if content is string %}{{- content }}
+    {%- else %}
+        {%- for part in content %}
+            {%- if part.type == 'image' %}
+                {%- if not sees %}{{- raise_exception('System message cannot contain images.') }}{%- endif %}
+                {{- '<|vision_start|><|image_pad|><|vision_end|>' }}
+            {%- else %}{{- part.text }}
+            {%- endif %}
+        {%- endfor %}
+    {%- endif %}
+{%- endmacro %}
+"""
+SEEING = _SHOW + QWEN35.replace(
+    "message.content|trim", "show(message.content, message.role != 'system')|trim"
+)
+
 # Insists that user and assistant take turns, as older families do.
 TURNS = r"""
 {{- bos_token }}

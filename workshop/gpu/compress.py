@@ -1,4 +1,4 @@
-"""Measures prompt compression on a GPU: times to the first token, facts kept, answers.
+"""Measures prompt compression on a GPU: times to the first token, answers; compression.run: facts kept.
 
     python -m workshop gpu.compress --model DIR --scorer GGUF --out compress-gpu.jsonl
 
@@ -9,7 +9,6 @@ are taken. Without --model and --shape the embedded pair and a small scorer are 
 
 times     exact and compressed time to the first token at keep 0.10 and 0.05, scoring included; also of a
           second question
-facts     questions of `bough bench compress` whose facts are kept, by the real scorer
 answers   answers of the real small model from full and compressed prompts, and the task that must fail
 """
 
@@ -43,7 +42,6 @@ from bough.session.session import Session
 from tests.gpu.conversation import raise_context_length
 from tests.gpu.texts import embedded_pair, load_session
 from workshop.case import case
-from workshop.compression import run as compress_run
 from workshop.compression.answers import answers, table
 from workshop.compression.texts import Context, aggregation, contexts
 from workshop.grow.grow import grow
@@ -274,24 +272,6 @@ def _common(a: Sequence[int], b: Sequence[int]):
         yield x
 
 
-def facts(report: Report, options: Options) -> None:
-    """Facts kept by the real scorer: half of the texts at the shortest length, the others longer ones."""
-    if options.scorer is None:
-        return report.log("facts left out: no real scorer")
-    lengths = [2048, 8192, 30000] if not options.small else list(options.lengths)
-    device, questions = torch.device(options.device), 0
-    for length in lengths:
-        for _, rows in compress_run.run(options.scorer, [length], options.texts, device=device):
-            for row in rows:
-                report.write(what="facts kept", scorer=options.scorer.stem, texts=options.texts, **row)
-                if row["task"] == "all" and row["rule"] == "attention + words":
-                    questions += row["questions"]
-            columns, cells = compress_run.table(rows)
-            for line in [columns, *cells]:
-                print("  ".join(f"{cell:>18}" for cell in line), flush=True)
-    report.check("enough questions", questions >= 200 or options.small, questions=questions)
-
-
 def say(report: Report, options: Options) -> None:
     """Answers of the real small model, as reader and scorer."""
     if options.scorer is None:
@@ -308,7 +288,7 @@ def say(report: Report, options: Options) -> None:
             report.log("answers", length=length, keep=0.1, model=options.scorer.stem, **row)
 
 
-PARTS = {"times": times, "facts": facts, "answers": say}
+PARTS = {"times": times, "answers": say}
 
 
 @case(seconds=560)

@@ -32,8 +32,8 @@ from bough.kernels.tree import MAX_ROWS
 from bough.session.loading import load_session
 from bough.session.requests import TextRequest
 from bough.session.session import Session
-from bough.spec.drafter import NoDrafter, Turn
-from bough.spec.tree import Tree
+from bough.spec.drafter import NoDrafter, Piece, Turn
+from bough.spec.tree import SharedTrees, Tree
 from bough.state.sequences import CacheConfig
 from workshop.case import DRAFT, TARGET, case
 from workshop.report import Report
@@ -62,23 +62,25 @@ class LogitHashes:
         odd = torch.randint(0, 2**62, (vocabulary,), generator=torch.Generator().manual_seed(0)) * 2 + 1
         self._odd = odd.to(engine.target.device)
         self._works: Sequence[Verify] = ()
-        self._last: list[tuple[int, int, Tensor]] = []  # part of the step, slot, hashes of its rows
+        self._last: tuple[Forward, Sequence[Verify], Tensor]  # of the last step, with hashes of all rows
         self.owners: dict[int, list[Tensor]] = {0: []}  # by slot
         verify, accept, read_back = runner.verify, runner.accept, runner.read_back
 
-        def noted_verify(works: Sequence[Verify]) -> Forward:
+        def noted_verify(works: Sequence[Verify], shared: SharedTrees | None = None) -> Forward:
             self._works = works
-            return verify(works)
+            return verify(works, shared)
 
-        def hashed_accept(forward: Forward, masks: Sequence[Masks]) -> None:
-            owned = [(i, work) for i, work in enumerate(self._works) if not work.given]
-            self._last = [(i, work.slot, self._hash(forward.logits_of(i))) for i, work in owned]
-            accept(forward, masks)
+        def hashed_accept(forward: Forward, masks: Sequence[Masks] = (), ended: Sequence[int] = ()) -> None:
+            self._last = forward, self._works, self._hash(forward.logits)
+            accept(forward, masks, ended)
 
         def hashed_read_back() -> tuple[list[Accepted], StepTimes]:
+            forward, works, hashes = self._last
             found, times = read_back()
-            for part, slot, hashes in self._last:
-                self.owners[slot].append(hashes[torch.tensor(found[part].path, device=hashes.device)])
+            for first, work, accepted in zip(forward.bounds, works, found, strict=False):
+                if not work.given:
+                    rows = first + torch.tensor(accepted.path, device=hashes.device)
+                    self.owners[work.slot].append(hashes[rows])
             return found, times
 
         runner.verify, runner.accept, runner.read_back = noted_verify, hashed_accept, hashed_read_back  # ty: ignore[invalid-assignment]
@@ -101,10 +103,10 @@ class RandomTrees(NoDrafter):
         self.prompt: int = 0
         self.known: Sequence[int] = ()
 
-    def plan_root(self, slot: int) -> bool:
+    def plan_root(self, slots: Sequence[int]) -> bool:
         return False
 
-    def trees(self, turns: Sequence[Turn], prompts: Sequence[int] = ()) -> list[Tree]:
+    def trees(self, turns: Sequence[Turn], prompts: Sequence[Piece] = ()) -> list[Tree]:
         return [self._tree(turn.anchor, turn.position, turn.max_rows) for turn in turns]
 
     def _tree(self, anchor: int, position: int, max_rows: int) -> Tree:

@@ -24,6 +24,7 @@ from bough.engine.runner import Accepted, Forward, StepTimes, Verify
 from bough.engine.sequence import Request
 from bough.session.loading import load_session
 from bough.session.requests import TextRequest
+from bough.spec.tree import SharedTrees
 from workshop.case import DRAFT, TARGET, case
 from workshop.gpu.exact import GREEDY
 from workshop.report import Report
@@ -39,11 +40,11 @@ class Watch:
         runner, drafter = engine.runner, engine.drafter
         verify, read_back = runner.verify, runner.read_back
 
-        def noted_verify(parts: Sequence[Verify]) -> Forward:
-            sizes = [part.tree.size for part in parts]
+        def noted_verify(parts: Sequence[Verify], shared: SharedTrees | None = None) -> Forward:
+            rows = sum(part.tree.size for part in parts) if shared is None else shared.size
             given = sum(part.tree.size for part in parts if part.given)
-            self.rows.append((len(parts), sum(sizes), given))
-            return verify(parts)
+            self.rows.append((len(parts), rows, given))
+            return verify(parts, shared)
 
         def noted_read_back() -> tuple[list[Accepted], StepTimes]:
             found, times = read_back()

@@ -1,7 +1,6 @@
 """Stage 3: trains the target on the files of stages 1 and 2 in the work folder, within a time budget.
 
     python -m workshop training.pretrain --minutes 9
-    python -m workshop training.pretrain --benchmark 20    throughput and a profile, writes nothing
     python -m workshop training.pretrain --minutes 18 --pause-after 9    then the same with --resume
     python -m workshop training.pretrain --minutes 3 --lr 1.5e-3 --continue-from TARGET.gguf
 
@@ -15,7 +14,6 @@ import math
 import platform
 import shutil
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -68,7 +66,6 @@ class Options:
     chunk: Annotated[int, "tokens in a chunk of the delta rule"] = CHUNK
     compile: bool = torch.cuda.is_available()
     triton: bool = torch.cuda.is_available()
-    benchmark: Annotated[int, "time this many steps, then profile"] = 0
 
 
 def say(text: str) -> None:
@@ -324,37 +321,6 @@ def finish(run: Pretraining) -> None:
     say(f"wrote {folder}: {record['parameters'] / 1e6:.1f}M parameters, {run.tokens / 1e6:.1f}M tokens")
 
 
-def benchmark(run: Pretraining, steps: int) -> None:
-    def timed(work: Callable[[], Any], count: int) -> float:
-        begin = time.perf_counter()
-        for _ in range(count):
-            last = work()
-        last.item()
-        return (time.perf_counter() - begin) / count
-
-    begin = time.perf_counter()
-    run.warm_up()
-    say(f"first pass {time.perf_counter() - begin:.1f} s, compiled: {run.compiled}, Triton: {run.fused}")
-
-    def update() -> Tensor:
-        return run.update(instruct=False, factor=0.1)
-
-    timed(update, 3)
-    whole = timed(update, steps)
-    passes = timed(lambda: run.gradients(instruct=False), steps)
-    tokens = run.rows * run.options.seq
-    say(f"{tokens} tokens a step: {1000 * whole:.1f} ms, {tokens / whole:,.0f} tokens/s")
-    say(f"forward and backward {1000 * passes:.1f} ms, optimisers {1000 * (whole - passes):.1f} ms")
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if run.device.type == "cuda":
-        say(f"peak memory {torch.cuda.max_memory_allocated() / 1e9:.1f} GB")
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities) as profile:
-        timed(update, 3)
-    order = "self_device_time_total" if run.device.type == "cuda" else "self_cpu_time_total"
-    say(profile.key_averages().table(sort_by=order, row_limit=15, max_name_column_width=70))
-
-
 @case()
 def main(report: Report, options: Options) -> None:
     run_stage(options, TargetConfig(layers=options.layers, inner=options.inner))
@@ -365,9 +331,6 @@ def run_stage(options: Options, shape: TargetConfig) -> None:
     ids = token_ids(options.work)
     vocabulary = -(-(max(ids.values()) + 1) // 64) * 64
     run = Pretraining(options, replace(shape, vocabulary=vocabulary))
-    if options.benchmark:
-        benchmark(run, options.benchmark)
-        return
     if options.resume:
         run.restore(options.work / "checkpoint.pt")
         say(f"resumed at step {run.step}, {run.spent / 60:.1f} of {options.minutes} minutes spent")

@@ -4,6 +4,7 @@ import contextlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -33,6 +34,7 @@ from bough.cli.options import (
 from bough.cli.sampling import SamplingOptions
 from bough.cli.speculation import Chosen, Speculation
 from bough.errors import UsageError
+from bough.images.opening import ImageFile, ImageLimits, image_size, is_image
 from bough.session.collected import GeneratedOutput
 from bough.session.events import Finished
 
@@ -46,6 +48,12 @@ _prompt, _output = panel("Prompt"), panel("Output")
 
 
 @dataclass(frozen=True, slots=True)
+class Files:
+    texts: list[str]
+    images: list[ImageFile]
+
+
+@dataclass(frozen=True)
 class PromptOptions:
     words: Annotated[
         list[str] | None,
@@ -56,7 +64,11 @@ class PromptOptions:
         "in a loop that reads a file, write `</dev/null` after the command.",
         "-p",
     )
-    file: Path | None = _prompt("A text file that follows the prompt, or is all of it.", "-f PATH")
+    file: list[Path] | None = _prompt(
+        "A text file that follows the prompt, or is all of it; or a picture, which comes before it. "
+        "May be given several times.",
+        "-f PATH",
+    )
     system: System = None
     raw: bool = _prompt("Continue the prompt as it is, without the chat template.", default=False)
     think: Think = None
@@ -68,8 +80,19 @@ class PromptOptions:
             raise UsageError(
                 f"{flag} and --raw exclude each other: without a chat template there are no roles"
             )
+        if self.raw and self.files.images:
+            raise UsageError("a picture and --raw exclude each other: its place is in the chat template")
         if self.words and self.prompt is not None:
             raise UsageError("a prompt was given both after the model and with --prompt, needed once")
+
+    @cached_property
+    def files(self) -> "Files":
+        """Return what --file names."""
+        contents = [_content(path) for path in self.file or ()]
+        return Files(
+            [each for each in contents if isinstance(each, str)],
+            [each for each in contents if isinstance(each, ImageFile)],
+        )
 
     @property
     def text(self) -> str | None:
@@ -223,13 +246,14 @@ def _beginning(prompt: PromptOptions, sampling: SamplingOptions) -> "tuple[Conve
 def _read_prompt(options: PromptOptions, screen: view.Screen) -> str | None:
     """Return the texts of the command line, of a file and of standard input, joined; None: there are none."""
     words = options.text
-    if words is not None and not words.strip() and options.file is None:
+    files = options.files
+    if words is not None and not words.strip() and not options.file:
         raise UsageError("the prompt is empty", "bough run MODEL TEXT")
     piped = _piped(screen)
     if not options.raw:
         piped = piped.strip("\n")
-    texts = [text for text in (words, _content(options.file), piped) if text]
-    return "\n\n".join(texts) if any(text.strip() for text in texts) else None
+    texts = [text for text in (words, *files.texts, piped) if text]
+    return "\n\n".join(texts) if files.images or any(text.strip() for text in texts) else None
 
 
 def _piped(screen: view.Screen) -> str:
@@ -245,15 +269,18 @@ def _piped(screen: view.Screen) -> str:
             ) from error
 
 
-def _content(file: Path | None) -> str:
-    if file is None:
-        return ""
+def _content(file: Path) -> str | ImageFile:
     try:
         content = file.read_bytes()
     except OSError as error:
         raise UsageError(f"--file {file} cannot be read: {error.strerror}") from error
+    if is_image(content):
+        image_size(content, ImageLimits(), where=f"--file {file}")  # before a model is loaded
+        return ImageFile(content, where=f"--file {file}")
     if b"\0" in content[:BEGINNING]:
-        raise UsageError(f"--file {file} is not a text: there are zero bytes at its beginning")
+        raise UsageError(
+            f"--file {file} is neither a text nor a picture: there are zero bytes at its beginning"
+        )
     return content.decode(errors="replace").replace("\r\n", "\n").strip("\n")
 
 
@@ -280,8 +307,10 @@ def _request(
     words = prompt.text
     query = words if words and words != text and session.compresses else ""
     system = [] if prompt.system is None else [{"role": "system", "content": prompt.system}]
+    images = [{"type": "image", "image": each} for each in prompt.files.images]
+    content = [*images, {"type": "text", "text": text}] if images else text
     return TextRequest(
-        messages=None if prompt.raw else [*system, {"role": "user", "content": text}],
+        messages=None if prompt.raw else [*system, {"role": "user", "content": content}],
         prompt=text if prompt.raw else None,
         max_tokens=sampling.limit,
         sampling=replace(

@@ -78,6 +78,11 @@ class ServerOptions:
     max_body: int = _server(
         "Largest request: 33554432, 32m.", "BYTES", default=DEFAULTS.max_body, parser=byte_count
     )
+    image_urls: bool = _server(
+        "Fetch images that requests name by URL, from addresses of the public internet; else they send the "
+        "images themselves.",
+        default=False,
+    )
     served_model_name: str | None = _server(
         "What the model is called, if it is one. Default: its short name or file.", "NAME"
     )

@@ -5,6 +5,7 @@ import math
 import tempfile
 from collections.abc import Generator, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,7 +25,7 @@ from bough.hub.download import fetch_heads, gguf_files
 from bough.hub.drafts import draft_head
 from bough.hub.recommended import recommended
 from bough.hub.resolve import Meaning, meaning, resolve, resolve_draft
-from bough.session.pairing import AUTO, LOOKUP, MTP, NONE, NamedDraft, card_of, draft_at_hand
+from bough.session.pairing import AUTO, DraftPlan, NamedDraft, card_of, draft_at_hand, plan_draft
 
 if TYPE_CHECKING:
     from bough.gguf.reader import GGUFFile
@@ -149,33 +150,27 @@ def _fit(
 
     if facts["model"] is None:
         raise UsageError(f"{file.path.name} cannot be run: {facts['problems'][0]}")
-    named_draft = NamedDraft.read(draft or environment().draft or AUTO)
-    named = named_draft.name
-    budget = card.budget if card else SpecConfig().budget
-    speculation = None if named == NONE else SpecConfig(budget=budget, mtp=named_draft.mtp)
-    with _draft_file(named, file.path, card) as path:
-        config = replace(config, speculation=speculation, draft=None if path is None else DraftConfig(path))
+    named = NamedDraft.read(draft or environment().draft or AUTO)
+    plan = plan_draft(named, file.path, card, resolve=partial(resolve_draft, offline=True))
+    with _draft_file(plan, card) as path:
+        draft_config = None if path is None else DraftConfig(path)
+        config = replace(config, speculation=plan.config, draft=draft_config)
         planned = shown.survey(file, ModelSpec.from_gguf(file), config)
-    known = facts["draft"]["name"] if path is not None and facts["draft"] and named == AUTO else None
+    known = facts["draft"]["name"] if path is not None and facts["draft"] and named.name == AUTO else None
     return planned | {"draft": known or planned["draft"]}
 
 
 @contextlib.contextmanager
-def _draft_file(named: str, target: Path, card: ModelCard | None) -> Generator[Path | None]:
+def _draft_file(plan: DraftPlan, card: ModelCard | None) -> Generator[Path | None]:
     """Yield the draft that would be used; of one that is listed and not here, its shapes alone."""
-    if named not in (AUTO, NONE, MTP, LOOKUP):
-        yield resolve_draft(named, offline=True)
-        return
-    path = draft_at_hand(target, card) if named == AUTO else None
-    if path is not None or named != AUTO or card is None or card.draft is None:
+    path = plan.path
+    if plan.missing is None or card is None:
         yield path
         return
     with tempfile.TemporaryDirectory(prefix="bough-show-") as folder:
-        try:
+        with contextlib.suppress(ModelNotFound, DownloadFailed):
             if not environment().offline:
-                path = draft_head(card.draft, Path(folder), length=HEADERS[0])
-        except (ModelNotFound, DownloadFailed):
-            path = None
+                path = draft_head(plan.missing, Path(folder), length=HEADERS[0])
         if path is None and card.shape is not None and card.shape.draft is not None:
             from bough.convert.header import write_draft
 

@@ -14,7 +14,7 @@ from bough.hub.drafts import fetch_draft
 from bough.hub.local import drafts_beside
 from bough.hub.resolve import resolve_draft
 from bough.session.folders import first_time
-from bough.session.pairing import AUTO, LOOKUP, MTP, NONE, NamedDraft, draft_at_hand
+from bough.session.pairing import AUTO, LOOKUP, MTP, NONE, NamedDraft, plan_draft
 
 # Values of --draft that are no names.
 NO_NAMES = (AUTO, NONE, MTP, LOOKUP)
@@ -68,34 +68,32 @@ def decide(options: SpeculationOptions, target: Chosen, *, offline: bool, screen
     if _is_plain(options):
         return Speculation(None)
     card, named = target.card, _named(options, target)
-    name = None if named.name == AUTO else named.name
-    recommended = card.budget if card else SpecConfig().budget
-    config = SpecConfig(budget=options.budget or recommended, chain=options.chain, mtp=named.mtp)
     if named.mtp == "on":
         _check_block(target, f"{named.name},{MTP}")
-    if name in (MTP, LOOKUP):
-        _check_without_draft(options, target, name)
-        path: Path | None = None
-    elif name is not None:
+    if named.name in (MTP, LOOKUP):
+        _check_without_draft(options, target, named.name)
+
+    def fetched(name: str) -> Path:
         with downloading(screen, f"the draft {name}", again="the same command") as bar:
-            path = resolve_draft(name, offline=offline, progress=bar)
-    elif (path := draft_at_hand(target.path, card)) is not None:
-        pass
-    elif card is None or (card.draft is None and card.pair is None):
-        for flag in _draft_flags(options):
-            raise UsageError(
-                f"{flag} needs a draft, and none is listed for {card.name if card else target.path.name}",
-                "--draft PATH|REPO names one",
-            )
-        return Speculation(config, note=_without_draft(target, screen))
-    else:
+            return resolve_draft(name, offline=offline, progress=bar)
+
+    plan = plan_draft(named, target.path, card, resolve=fetched, budget=options.budget, chain=options.chain)
+    path, is_listed = plan.path, card is not None and (card.draft is not None or card.pair is not None)
+    if path is None and named.name == AUTO:
+        if card is None or not is_listed:
+            for flag in _draft_flags(options):
+                raise UsageError(
+                    f"{flag} needs a draft, and none is listed for {card.name if card else target.path.name}",
+                    "--draft PATH|REPO names one",
+                )
+            return Speculation(plan.config, note=_without_draft(target, screen))
         path = _fetched_draft(card, fetch=target.fetched and not offline, screen=screen)
     if path is None:
-        if config.mtp != "off" and target.mtp:
+        if named.mtp != "off" and target.mtp:
             screen.note(OWN_BLOCK)
-        return Speculation(config)
-    _warn_of_base(target, screen, named=name is not None)
-    return Speculation(config, DraftConfig(path, options.draft_quant.value))
+        return Speculation(plan.config)
+    _warn_of_base(target, screen, named=named.name != AUTO)
+    return Speculation(plan.config, DraftConfig(path, options.draft_quant.value))
 
 
 def _warn_of_base(target: Chosen, screen: view.Screen, *, named: bool) -> None:

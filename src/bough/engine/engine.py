@@ -170,10 +170,9 @@ class Engine:
             self._scheduler.took(work, time.perf_counter() - start)
 
     def _next_work(self) -> Work | None:
-        """Return what is next; a forward in flight is finished before others run."""
-        in_flight = next((each for each in self._scheduler.running if each.in_flight), None)
-        if in_flight is not None and self._scheduler.contended:
-            return Decode([in_flight])
+        """Return what is next; a step in flight is finished before others run."""
+        if (batch := self.pipeline.in_flight) is not None:
+            return Decode(batch.sequences, [piece.sequence for piece in batch.pieces])
         return self._scheduler.next(self.paging.fits, short=self.prompts.short)
 
     def _run(self, work: Work) -> list[tuple[Sequence, Event]]:
@@ -228,7 +227,7 @@ class Engine:
             elif slot >= 0 and sequence.request.prefill_only:
                 self.prompts.cache_progress(sequence, slot)
         finally:
-            sequence.phase, sequence.launched, sequence.chunk = Phase.FINISHED, None, None
+            sequence.phase, sequence.in_flight, sequence.chunk = Phase.FINISHED, False, None
             if slot >= 0:
                 self.states.close(slot)
             self.paging.drop(sequence)

@@ -59,7 +59,7 @@ class Paging:
             sequence.chunk.run()  # what it returns is read when the sequence is back
             self._working[:] = working
         self._scheduler.park(sequence)
-        slot, sequence.slot, sequence.launched = sequence.slot, -1, None
+        slot, sequence.slot = sequence.slot, -1
         draft = self._drafter.save(slot)
         sequence.parked = Parked(self._prefixes.store.park(slot), draft)
 

@@ -14,24 +14,36 @@ from bough.engine.paging import Paging
 from bough.engine.parts import Parts
 from bough.engine.prompts import PromptPiece, PromptReader
 from bough.engine.runner import Accepted, Forward, Masks, StepTimes, Verify
-from bough.engine.sequence import LaunchAhead, Launched, OwnConstraint, Phase, Sequence
+from bough.engine.sequence import LaunchAhead, OwnConstraint, Phase, Sequence
 from bough.engine.stats import StepRecord
-from bough.spec.drafter import StepOutcome, Turn
-from bough.spec.tree import Tree
+from bough.spec.drafter import Piece, StepOutcome, Turn
+from bough.spec.tree import SharedTrees, Tree
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     """One step: the tree of each sequence, pieces of prompts, and the forward over all of them."""
 
-    trees: list[tuple[Sequence, Tree]]
+    sequences: list[Sequence]
+    trees: list[Tree] | SharedTrees
     pieces: list[PromptPiece]
     forward: Forward
 
     @property
     def alone(self) -> bool:
         """Whether it is the step of one sequence."""
-        return len(self.trees) == 1 and not self.pieces
+        return len(self.sequences) == 1 and not self.pieces
+
+    @property
+    def running(self) -> list[Sequence]:
+        """The sequences that have not ended since it was launched."""
+        return [sequence for sequence in self.sequences if not sequence.finished]
+
+    @property
+    def plain(self) -> bool:
+        """Whether it verifies nothing."""
+        roots = isinstance(self.trees, list) and all(tree.size == 1 for tree in self.trees)
+        return roots and not self.pieces
 
 
 class Pipeline:
@@ -40,38 +52,56 @@ class Pipeline:
         self._scheduler, self._prompts, self._paging = parts.scheduler, prompts, paging
         self._max_rows, self._working = parts.max_rows, parts.working
         self._drafted: list[Sequence] = []  # whose next draft is launched already
+        self._launched: Batch | None = None
+
+    @property
+    def in_flight(self) -> Batch | None:
+        """The step whose forward is launched, if any of those that it is for still runs."""
+        batch = self._launched
+        if batch is None or batch.running or any(not piece.sequence.finished for piece in batch.pieces):
+            return batch
+        self._launched = None
+        return None
 
     def step(self, sequences: list[Sequence], readers: list[Sequence]) -> list[tuple[Sequence, Event]]:
         """Run one step: the sequences' trees and the readers' prompts share one forward pass.
 
         It may have been launched before, and what may be of the next one is launched ahead.
         """
-        batch = self._batch(sequences, self._prompts.pieces(readers, len(sequences)) if readers else [])
+        batch = self.in_flight or self._begin(sequences, readers)
+        self._launched = None
         if batch is None:
             return []
-        self._runner.accept(batch.forward, [self._masks(*pair) for pair in batch.trees])
+        for sequence in (*batch.sequences, *(piece.sequence for piece in batch.pieces)):
+            sequence.in_flight = False
+        ended = [index for index, sequence in enumerate(batch.sequences) if sequence.finished]
+        self._runner.accept(batch.forward, self._masks(batch), ended)
         ahead = self._ahead(batch)
-        next_forward = self._verify_ahead(*batch.trees[0]) if ahead == "forward" else None
+        early = self._verify_ahead(batch) if ahead == "forward" else None
         accepted, times = self._runner.read_back()
-        outcomes = [
-            self._outcome(sequence, tree, found, times)
-            for (sequence, tree), found in zip(batch.trees, accepted, strict=False)
+        settled = [
+            (index, sequence, self._outcome(sequence, accepted[index], times))
+            for index, sequence in enumerate(batch.sequences)
+            if not sequence.finished
         ]
-        by_slot = {pair[0].slot: outcome for pair, outcome in zip(batch.trees, outcomes, strict=True)}
+        by_slot = {sequence.slot: outcome for _, sequence, outcome in settled}
         self._drafter.observe(by_slot, [len(piece.tokens) for piece in batch.pieces])
-        delivered = [
-            self._deliver(sequence, outcome)
-            for (sequence, _), outcome in zip(batch.trees, outcomes, strict=True)
-        ]
-        self._launch(batch, ahead, next_forward)
-        # While the device works on.
+        delivered = [self._deliver(sequence, outcome) for _, sequence, outcome in settled]
+        if ahead == "draft":
+            self._launch_draft(batch)
+        # Before the next forward, which overwrites the logits and may read on.
         events: list[tuple[Sequence, Event]] = []
-        for index, (pair, outcome, tokens) in enumerate(zip(batch.trees, outcomes, delivered, strict=True)):
+        for index, piece in enumerate(batch.pieces, len(batch.sequences)):
+            if not piece.sequence.finished:
+                logits = batch.forward.logits_of(index)
+                events += tagged(piece.sequence, self._prompts.piece_read(piece, logits))
+        if ahead == "forward":
+            self._launch(batch, early)
+        # While the device works on.
+        for (index, sequence, outcome), tokens in zip(settled, delivered, strict=True):
             logits = partial(batch.forward.logits_of, index)
-            events += tagged(pair[0], self._step_events(*pair, outcome, tokens, logits))
-        for index, piece in enumerate(batch.pieces, len(outcomes)):
-            logits = batch.forward.logits_of(index)
-            events += tagged(piece.sequence, self._prompts.piece_read(piece, logits))
+            tree = batch.trees[index] if isinstance(batch.trees, list) else None
+            events += tagged(sequence, self._step_events(sequence, tree, outcome, tokens, logits))
         return events
 
     def rollback(self, sequence: Sequence, rows: int) -> None:
@@ -90,82 +120,96 @@ class Pipeline:
 
         For benchmarks of a step's size. The draft runs as usual unless `draft` is off; its tree is discarded.
         """
-        assert sequence.phase is Phase.DECODE and sequence.launched is None
+        assert sequence.phase is Phase.DECODE and not sequence.in_flight
         if draft:
-            self._draft([self._turn(sequence, self._row_limit(sequence))])
-        forward = self._verify(sequence, tree, max_accepted=1)
-        self._runner.accept(forward)
+            self._draft([self._turn(sequence, self._row_limit(sequence))], [])
+        self._paging.reserve(sequence.slot, self._runner.step_rows(tree.size))
+        self._runner.accept(self._runner.verify([Verify(sequence.slot, tree, 1)]))
         [accepted], times = self._runner.read_back()
         self._states.lengths[sequence.slot] += len(accepted.path)
         sequence.tokens += accepted.tokens
         return times
 
-    def _batch(self, sequences: list[Sequence], pieces: list[PromptPiece]) -> Batch | None:
-        """Return the step's trees and its forward; None: there are no pages for any of them."""
-        alone = len(sequences) == 1 and not pieces
+    def _begin(self, sequences: list[Sequence], readers: list[Sequence]) -> Batch | None:
+        """Launch the next step's draft and forward; None: there are no pages for any of the sequences."""
+        pieces = self._prompts.pieces(readers, len(sequences)) if readers else []
         drafted, self._drafted = self._drafted, []
-        launched, sequences[0].launched = sequences[0].launched, None
-        if alone and launched is not None:
-            return Batch([(sequences[0], launched.tree)], [], launched.forward)
         most = self._runner.tree_rows(len(sequences) + len(pieces))
         turns = [self._turn(sequence, min(self._row_limit(sequence), most)) for sequence in sequences]
-        prompts = [len(piece.tokens) for piece in pieces]
-        # A draft for one sequence stays on the device, and is of use for a step of it alone.
+        # Whatever share of the rows each gets: nothing that is launched waits for the host.
+        for sequence, turn in zip(sequences, turns, strict=True):
+            self._paging.provide(sequence, self._runner.step_rows(turn.max_rows))
+        for piece in pieces:
+            self._paging.provide(piece.sequence, self._runner.step_rows(len(piece.tokens)))
+        if self._scheduler.parked:  # perhaps for the sake of others
+            turns = [turn for sequence, turn in zip(sequences, turns, strict=True) if sequence.slot >= 0]
+            sequences = [sequence for sequence in sequences if sequence.slot >= 0]
+            pieces = [piece for piece in pieces if piece.sequence.slot >= 0]
+        if not sequences:
+            return None  # the readers go on alone
+        self._working[:] = [*sequences, *(piece.sequence for piece in pieces)]
+        prompts = [Piece(piece.sequence.slot, piece.tokens) for piece in pieces]
+        alone = len(sequences) == 1 and not pieces
         if not (drafted == sequences if alone else len(drafted) > 1):
             self._draft(turns, prompts)
-        trees = list(zip(sequences, self._drafter.trees(turns, prompts), strict=True))
-        trees = [pair for pair in trees if self._provide(pair[0], pair[1].size)]
-        pieces = [piece for piece in pieces if self._provide(piece.sequence, len(piece.tokens))]
-        if self._scheduler.parked:  # perhaps for the sake of others
-            trees = [pair for pair in trees if pair[0].parked is None]
-            pieces = [piece for piece in pieces if piece.sequence.parked is None]
-        if not trees:
-            return None  # the readers go on alone
-        if not alone:
-            self._working[:] = [pair[0] for pair in trees] + [piece.sequence for piece in pieces]
-        parts = [Verify(sequence.slot, tree, sequence.room) for sequence, tree in trees]
-        forward = self._runner.verify(parts + [piece.part for piece in pieces])
-        return Batch(trees, pieces, forward)
-
-    def _provide(self, sequence: Sequence, rows: int) -> bool:
-        return self._paging.provide(sequence, self._runner.step_rows(rows))
+        trees = self._drafter.trees(turns, prompts)
+        shared = trees if isinstance(trees, SharedTrees) else None
+        own = trees if isinstance(trees, list) else [Tree.root(turn.anchor) for turn in turns]
+        parts = [Verify(each.slot, tree, each.room) for each, tree in zip(sequences, own, strict=True)]
+        forward = self._runner.verify([*parts, *(piece.part for piece in pieces)], shared)
+        return Batch(sequences, trees, pieces, forward)
 
     def _turn(self, sequence: Sequence, max_rows: int) -> Turn:
-        slot = sequence.slot
-        return Turn(slot, sequence.anchor, self._states.lengths[slot], max_rows, self._constraint(sequence))
+        slot, shown = sequence.slot, sequence.request.trees
+        length = self._states.lengths[slot]
+        return Turn(slot, sequence.anchor, length, max_rows, self._constraint(sequence), shown)
 
-    def _draft(self, turns: list[Turn], prompts: list[int] | None = None) -> None:
-        self._runner.draft(lambda: self._drafter.draft(turns, prompts or ()))
+    def _draft(self, turns: list[Turn], prompts: list[Piece]) -> None:
+        self._runner.draft(lambda: self._drafter.draft(turns, prompts))
 
     def _ahead(self, batch: Batch) -> LaunchAhead:
         """Return what of the next step may be launched before this one's events are returned."""
+        if not self._runner.asynchronous:
+            return "nothing"
+        allowed = {sequence.launch_ahead for sequence in batch.running}
+        # A constraint reads proposals on the host, and so do the events of a prompt's end the logits.
+        constrained = any(self._constraint(sequence) is not None for sequence in batch.running)
         if not batch.alone:
-            return "draft" if self._runner.asynchronous else "nothing"
-        sequence = batch.trees[0][0]
-        # A constraint reads proposals on the host.
-        waits = self._scheduler.contended or self._constraint(sequence) is not None
-        return "nothing" if waits else sequence.launch_ahead
+            waits = allowed != {"forward"} or constrained or any(piece.ends for piece in batch.pieces)
+            return "draft" if waits else "forward"
+        return "nothing" if constrained or not allowed else allowed.pop()
 
-    def _launch(self, batch: Batch, ahead: LaunchAhead, forward: Forward | None) -> None:
-        """Launch the next step's draft, and its forward where the caller may not stop here."""
-        sequences = [sequence for sequence, _ in batch.trees if not sequence.finished]
-        if ahead == "nothing" or len(sequences) < (1 if batch.alone else 2):
+    def _launch_draft(self, batch: Batch) -> None:
+        """Launch the next step's draft, of the sequences of this one."""
+        sequences = batch.running
+        if (batch.alone and self._scheduler.contended) or len(sequences) < (1 if batch.alone else 2):
             return
-        most = 1 if forward is not None else self._runner.tree_rows(len(sequences))
-        turns = [self._turn(sequence, min(self._row_limit(sequence), most)) for sequence in sequences]
-        self._draft(turns)
-        if ahead == "draft":
-            self._drafted = sequences
-            return
-        [sequence], [tree] = sequences, self._drafter.trees(turns)
-        if forward is None:
-            forward = self._verify(sequence, tree, max_accepted=sequence.room)
-        sequence.launched = Launched(tree, forward)
+        most = self._runner.tree_rows(len(sequences))
+        self._draft([self._turn(each, min(self._row_limit(each), most)) for each in sequences], [])
+        self._drafted = sequences
 
-    def _outcome(self, sequence: Sequence, tree: Tree, accepted: Accepted, times: StepTimes) -> StepOutcome:
+    def _launch(self, batch: Batch, early: Forward | None) -> None:
+        """Launch the next step's draft and its forward, which may have been launched `early`."""
+        if early is not None and batch.running:
+            turns = [self._turn(sequence, 1) for sequence in batch.running]
+            self._draft(turns, [])
+            self._drafter.trees(turns)
+            roots = Tree.roots([sequence.anchor for sequence in batch.sequences])
+            self._launched = Batch(batch.sequences, roots, [], early)
+        elif early is None:
+            work = self._scheduler.decode_next(self._paging.fits, short=self._prompts.short)
+            if work is None:
+                self._launch_draft(batch)
+                return
+            self._launched = self._begin(work.sequences, work.readers)
+        if self._launched is not None:
+            for sequence in (*self._launched.running, *(p.sequence for p in self._launched.pieces)):
+                sequence.in_flight = True
+
+    def _outcome(self, sequence: Sequence, accepted: Accepted, times: StepTimes) -> StepOutcome:
         self._states.lengths[sequence.slot] += len(accepted.path)
         seconds = (times.draft_s, times.verify_s, *times.cpu_shares)
-        return StepOutcome(tree.size, accepted.path, accepted.tokens, *seconds)
+        return StepOutcome(accepted.rows, accepted.path, accepted.tokens, *seconds)
 
     def _row_limit(self, sequence: Sequence) -> int:
         budget = sequence.request.draft_budget
@@ -178,28 +222,37 @@ class Pipeline:
         # One row more: what is launched ahead follows a token that the host has not seen.
         return None if constraint is None or constraint.idle(self._max_rows + 1) else constraint
 
-    def _masks(self, sequence: Sequence, tree: Tree) -> Masks:
-        constraint = self._constraint(sequence)
-        if sequence.constraint is not None:
+    def _masks(self, batch: Batch) -> list[Masks]:
+        """Return what may follow the rows of each sequence."""
+        masks: list[Masks] = [()] * len(batch.sequences)
+        for index, sequence in enumerate(batch.sequences):
+            if sequence.constraint is None or sequence.finished:
+                continue
+            constraint = self._constraint(sequence)
             self._runner.sampler.use_masks(sequence.slot, constraint is not None)
-        return constraint.masks(*tree.lists()) if constraint is not None else ()
+            if constraint is not None:
+                assert isinstance(batch.trees, list)
+                masks[index] = constraint.masks(*batch.trees[index].lists())
+        return masks
 
-    def _verify(self, sequence: Sequence, tree: Tree, *, max_accepted: int) -> Forward:
-        self._paging.reserve(sequence.slot, self._runner.step_rows(tree.size))
-        return self._runner.verify([Verify(sequence.slot, tree, max_accepted)])
+    def _verify_ahead(self, batch: Batch) -> Forward | None:
+        """Launch the next forward before the read-back, where the next trees can only be their roots.
 
-    def _verify_ahead(self, sequence: Sequence, tree: Tree) -> Forward | None:
-        """Launch the next forward before the read-back, where the next tree can only be its root.
-
-        Wasted if this step's token is the last one.
+        Wasted for a sequence whose last token is this step's.
         """
-        if tree.size > 1 or sequence.room < 2:
+        sequences = batch.sequences
+        if not batch.plain or len(batch.running) < len(sequences) or any(each.room < 2 for each in sequences):
             return None
-        drafts = sequence.request.draft_budget != 0 and self._max_rows > 1
-        if drafts and not self._drafter.plan_root(sequence.slot):
+        if not batch.alone and self._scheduler.decode_next(self._paging.fits) is None:
             return None
-        self._paging.reserve(sequence.slot, 1 + self._runner.step_rows(1))
-        return self._runner.verify_sampled()
+        if batch.alone and self._scheduler.contended:
+            return None
+        drafts = self._max_rows > 1 and any(each.request.draft_budget != 0 for each in sequences)
+        if drafts and not self._drafter.plan_root([each.slot for each in sequences]):
+            return None
+        for sequence in sequences:
+            self._paging.reserve(sequence.slot, 1 + self._runner.step_rows(1, len(sequences)))
+        return self._runner.verify_sampled(batch.forward)
 
     def _deliver(self, sequence: Sequence, outcome: StepOutcome) -> list[int]:
         """Return the tokens that plain decoding would have delivered, and leave its state."""
@@ -213,7 +266,7 @@ class Pipeline:
     def _step_events(
         self,
         sequence: Sequence,
-        tree: Tree,
+        tree: Tree | None,
         outcome: StepOutcome,
         tokens: list[int],
         logits: Callable[[], Tensor],
@@ -225,7 +278,7 @@ class Pipeline:
         stats.draft_s += outcome.draft_s
         stats.verify_s += outcome.verify_s
         events: list[Event] = []
-        if sequence.request.trees:
+        if sequence.request.trees and tree is not None:
             verified = VerifiedTree(*tree.lists(), outcome.path, outcome.tokens, outcome.draft_s, step_s)
             events.append(verified.cut(sequence.committed_rows))
         return [*events, *token_events(self._drafter, sequence, tokens, logits, outcome.path)]

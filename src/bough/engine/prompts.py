@@ -46,6 +46,11 @@ class PromptPiece:
     tokens: list[int]
 
     @property
+    def ends(self) -> bool:
+        """Whether a token is sampled after it."""
+        return self.sequence.processed + len(self.tokens) == len(self.sequence.request.prompt)
+
+    @property
     def part(self) -> Verify:
         return Verify(self.sequence.slot, Tree.chain(self.tokens), len(self.tokens), given=True)
 

@@ -26,8 +26,8 @@ from bough.kernels.tree import MAX_ROWS, Acceptance, accept_path, reference
 from bough.models.decoder import Target, VerifyBuffers
 from bough.models.step import SIZES, Step, largest_padded, padded_rows
 from bough.spec.drafter import DevicePaths, Drafter, HostPath
-from bough.spec.tree import Tree
-from bough.state.graphs import CapturedFunction, warn_eager
+from bough.spec.tree import SharedTrees, Tree
+from bough.state.graphs import CapturedFunction, StagedNumbers, warn_eager
 from bough.state.sequences import SequenceStates
 
 _STOPS = 64  # end tokens that acceptance checks on the device; the host checks them all
@@ -55,6 +55,7 @@ class Accepted:
 
     path: list[int]  # rows of its tree, the root first
     tokens: list[int]  # that they decided
+    rows: int  # of its tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,9 @@ class Forward:
     step: Step
     features: Tensor  # [R, taps * width]
     logits: Tensor  # [R, vocabulary]
-    bounds: list[int]  # [S + 1] first row of each sequence, and the end of the last
+    # [S + 1] first row of each sequence, and the end of the last; where rows were shared on the device they
+    # are known after `read_back`.
+    bounds: list[int]
 
     def logits_of(self, index: int) -> Tensor:
         """Return the logits [rows, vocabulary] of the step's sequence `index`."""
@@ -171,59 +174,68 @@ class StepClock:
 class StepInputs:
     """The trees of a step in static buffers, for `capacity` sequences at most.
 
-    One sequence: its tree may lie on the device. Several: ragged rows, whose trees lie on the host; a
-    sequence that is missing has no rows and the slot of the first one. `given`: the token after each row that
-    is not sampled because the prompt has it, else -1.
+    One sequence: its tree may lie on the device. Several: ragged rows; a sequence that is missing has no rows
+    and the slot of the first one. `given`: the token after each row that is not sampled because the prompt
+    has it, else -1.
     """
 
     def __init__(self, capacity: int, device: torch.device):
-        sizes = [4 * MAX_ROWS, capacity + 1, capacity, capacity, MAX_ROWS]
-        self._staged = torch.zeros(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
-        # On a CPU there is nothing to stage for.
-        self._flat = self._staged.to(device)
-        self._copied = torch.cuda.Event() if device.type == "cuda" else None  # what was staged last
-        rows, *self._tables = np.split(self._staged.numpy(), np.cumsum(sizes)[:-1])
-        self._numbers = rows.reshape(4, MAX_ROWS)
-        rows, self.first, self.slots, self.limits, self.given = self._flat.split(sizes)
+        sizes = [4 * MAX_ROWS, capacity, capacity, capacity + 1, MAX_ROWS]
+        self._numbers = StagedNumbers(sum(sizes), device=device)
+        self._tables = np.split(self._numbers.numbers, np.cumsum(sizes)[:-1])
+        rows, self.slots, self.limits, self.first, self.given = self._numbers.buffer.split(sizes)
         self.rows = rows.view(4, MAX_ROWS)  # tokens, parents, ancestors, depths
         self.load([Verify(0, Tree.root(0), 1)])
 
-    def load(self, parts: Sequence[Verify]) -> list[int]:
-        """Load the trees of some sequences; return the bounds of their rows."""
-        if self._copied is not None:
-            self._copied.synchronize()  # the next step may be loaded while one runs
-        first, slots, limits, given = self._tables
-        slots[:], limits[:], given[:] = parts[0].slot if parts else 0, 1, -1
+    def load(self, parts: Sequence[Verify], shared: SharedTrees | None = None) -> list[int]:
+        """Load the trees of some sequences; return the bounds of their rows.
+
+        `shared`: instead of the parts' own trees; the bounds are then not known.
+        """
+        self._numbers.wait()  # the next step may be loaded while one runs
+        rows, slots, limits, first, given = self._tables
+        slots[:], limits[:] = parts[0].slot if parts else 0, 1
         for index, part in enumerate(parts):
             slots[index], limits[index] = part.slot, part.max_accepted
-        packed = parts[0].tree.packed if len(parts) == 1 else None
-        if packed is not None and packed.device.type != "cpu":
-            bounds = [0, parts[0].tree.size]
-            self.rows.copy_(packed)
-        else:
-            packed, bounds = None, self._load_trees(given, parts)
+        if shared is not None:
+            self._numbers.copy(slice(4 * MAX_ROWS, 4 * MAX_ROWS + 2 * len(slots)))
+            self._share(shared)
+            return [0] * (len(parts) + 1)
+        given[:] = -1
+        on_device = len(parts) == 1 and parts[0].tree.packed.device.type != "cpu"
+        bounds = [0, parts[0].tree.size] if on_device else _load_trees(rows, given, parts)
         first[: len(bounds)], first[len(bounds) :] = bounds, bounds[-1]
-        if self._flat is not self._staged:
-            begin = 0 if packed is None else 4 * MAX_ROWS
-            self._flat[begin:].copy_(self._staged[begin:], non_blocking=True)
-        if self._copied is not None:
-            self._copied.record()
+        self._numbers.copy(slice(4 * MAX_ROWS if on_device else 0, None))
+        if on_device:
+            self.rows.copy_(parts[0].tree.packed)
         return bounds
 
-    def _load_trees(self, given: np.ndarray, parts: Sequence[Verify]) -> list[int]:
-        if len(parts) > 1 and max(part.tree.size for part in parts) == 1:
-            # At once: one by one they take longer than all else that the host does for a plain step.
-            packed = torch.stack([part.tree.packed for part in parts])
-            self._numbers[:, : len(parts)] = packed[:, :, 0].T.cpu()
-            return list(range(len(parts) + 1))
-        bounds = [0]
-        for part in parts:
-            begin, end = bounds[-1], bounds[-1] + part.tree.size
-            self._numbers[:, begin:end] = part.tree.packed.cpu().numpy()[:, : part.tree.size]
-            if part.given:
-                given[begin : end - 1] = self._numbers[0, begin + 1 : end]
-            bounds.append(end)
-        return bounds
+    def _share(self, shared: SharedTrees) -> None:
+        self.rows.copy_(shared.rows)
+        self.given.copy_(shared.given)
+        # Where the last sequence's rows end, those of missing ones do, too.
+        count = min(len(self.first), len(shared.first))
+        self.first[:count].copy_(shared.first[:count])
+        if count < len(self.first):
+            self.first[count:].copy_(shared.first[-1:].expand(len(self.first) - count))
+
+
+def _load_trees(rows: np.ndarray, given: np.ndarray, parts: Sequence[Verify]) -> list[int]:
+    """Write the trees one after the other to rows [4 * 64]; return their bounds."""
+    rows = rows.reshape(4, MAX_ROWS)
+    if len(parts) > 1 and max(part.tree.size for part in parts) == 1:
+        # At once: one by one they take longer than all else that the host does for a plain step.
+        packed = torch.stack([part.tree.packed for part in parts])
+        rows[:, : len(parts)] = packed[:, :, 0].T.cpu()
+        return list(range(len(parts) + 1))
+    bounds = [0]
+    for part in parts:
+        begin, end = bounds[-1], bounds[-1] + part.tree.size
+        rows[:, begin:end] = part.tree.packed.cpu().numpy()[:, : part.tree.size]
+        if part.given:
+            given[begin : end - 1] = rows[0, begin + 1 : end]
+        bounds.append(end)
+    return bounds
 
 
 class StepRunner:
@@ -247,13 +259,13 @@ class StepRunner:
         self._draft_functions = drafter.bind(self.sampler.rank)
         self._inputs = {1: StepInputs(1, device)}  # by how many sequences they hold
         self._stops = torch.full((slots, _STOPS), -1, dtype=torch.int64, device=device)
-        self._host_acceptance = torch.zeros(0, dtype=torch.int64)
+        self._host_acceptance = self._host_first = torch.zeros(0, dtype=torch.int64)
         self._clock = StepClock(device, threads=target.threads)  # of the step that is being enqueued
         # Of the next one, which may start before this one is read back.
         self._next_clock = StepClock(device, threads=target.threads)
         self._accepted_clock = self._clock
         self._acceptance = Acceptance(self._host_acceptance)
-        self._verified = 0  # sequences of the step that was accepted last
+        self._verified: Forward  # what was accepted last
         self._accepted: list[Accepted] | None = None  # by the last step, where the host knows it already
 
     @staticmethod
@@ -280,14 +292,21 @@ class StepRunner:
         propose()
         self._clock.mark(Mark.DRAFTED)
 
-    def verify(self, parts: Sequence[Verify]) -> Forward:
-        """Launch the target's forward pass over one tree for each of some sequences, in different slots."""
-        sizes = [part.tree.size for part in parts]
-        rows, most = sum(sizes), self.tree_rows(len(parts))
-        assert max(sizes) <= most, f"a tree of {max(sizes)} rows, at most {most}"
+    def verify(self, parts: Sequence[Verify], shared: SharedTrees | None = None) -> Forward:
+        """Launch the target's forward pass over one tree for each of some sequences, in different slots.
+
+        `shared`: instead of the parts' trees.
+        """
+        if shared is not None:
+            rows, largest = shared.size, shared.most
+        else:
+            sizes = [part.tree.size for part in parts]
+            rows, largest = sum(sizes), max(sizes)
+        most = self.tree_rows(len(parts))
+        assert largest <= most, f"a tree of {largest} rows, at most {most}"
         assert rows <= MAX_ROWS, f"{rows} rows of {len(parts)} sequences, at most {MAX_ROWS}"
-        capacity, size = self._shape(len(parts), rows, max(sizes))
-        return self._timed_forward(capacity, size, self._inputs_of(capacity).load(parts))
+        capacity, size = self._shape(len(parts), rows, largest)
+        return self._timed_forward(capacity, size, self._inputs_of(capacity).load(parts, shared))
 
     @staticmethod
     def most_rows(max_rows: int) -> int:
@@ -310,21 +329,24 @@ class StepRunner:
         self._states.lengths[slot] += len(tokens)
         return forward
 
-    def verify_sampled(self) -> Forward:
-        """Launch the forward pass over the token that the last `accept` sampled, before it is read back.
+    def verify_sampled(self, forward: Forward) -> Forward:
+        """Launch the forward pass over the tokens that `accept` of one sampled, before they are read back.
 
-        For a step of one sequence whose tree is only its root: the rest of the buffers are those of the next
-        step, too.
+        For a step of roots alone: the rest of the buffers are those of the next step, too.
         """
         self._clock, self._next_clock = self._next_clock, self._clock
-        self._inputs[1].rows[0, :1].copy_(self._acceptance.next_tokens)
-        return self._timed_forward(1, self.step_rows(1), [0, 1])
+        capacity = len(forward.step.slots)
+        self._inputs[capacity].rows[0, :capacity].copy_(self._acceptance.next_tokens)
+        return self._timed_forward(capacity, forward.step.rows, [*forward.bounds])
 
-    def accept(self, forward: Forward, masks: Sequence[Masks] = ()) -> None:
+    def accept(self, forward: Forward, masks: Sequence[Masks] = (), ended: Sequence[int] = ()) -> None:
         """Launch sampling after every row, acceptance and the commit of the accepted paths.
 
-        masks: for each sequence which tokens may follow its rows; none: without a constraint.
+        masks: for each sequence which tokens may follow its rows; none: without a constraint. `ended`: those
+        that have ended since the forward was launched: their pages may be others', so no row may be moved.
         """
+        for index in ended:
+            self._inputs[len(forward.step.slots)].limits[index : index + 1].fill_(1)
         self._clock.mark(Mark.ACCEPT)
         for row, own in zip(forward.bounds, masks, strict=False):
             if own:
@@ -332,8 +354,8 @@ class StepRunner:
         self._accepted = self._accept_on_host(forward)
         if self._accepted is None:
             self._acceptance = self._run_accept(forward)
-            self._verified = len(forward.bounds) - 1
-            self._read(self._acceptance.flat)
+            self._verified = forward
+            self._read(self._acceptance.flat, forward.step.first)
         self._clock.mark(Mark.ACCEPTED)
         self._accepted_clock = self._clock
 
@@ -342,8 +364,14 @@ class StepRunner:
         if self._accepted is not None:
             return self._accepted, self._accepted_clock.times()
         self._accepted_clock.synchronize()
-        paths = Acceptance(self._host_acceptance).paths()[: self._verified]
-        return [Accepted(*path) for path in paths], self._accepted_clock.times()
+        bounds = self._verified.bounds
+        if self._verified.step.first is not None:
+            bounds[:] = self._host_first[: len(bounds)].tolist()
+        paths = Acceptance(self._host_acceptance).paths()
+        accepted = [
+            Accepted(*path, end - begin) for path, (begin, end) in zip(paths, pairwise(bounds), strict=False)
+        ]
+        return accepted, self._accepted_clock.times()
 
     def capture(self, progress: Callable[[int, int], None] | None = None, *, slot: int = 0) -> bool:
         """Capture the steps of one sequence as CUDA graphs; return whether that was possible.
@@ -381,9 +409,9 @@ class StepRunner:
             found.append(self._measured(slot, 1).draft_cost)
         return min(found)
 
-    def _read(self, flat: Tensor) -> None:
-        """Begin to copy an acceptance to the host."""
-        self._host_acceptance = flat
+    def _read(self, flat: Tensor, first: Tensor | None) -> None:
+        """Begin to copy an acceptance to the host, and the first row of each tree of several."""
+        self._host_acceptance, self._host_first = flat, flat if first is None else first
 
     def _capacity(self, sequences: int) -> int:
         """Return how many sequences the step for `sequences` holds."""
@@ -509,7 +537,7 @@ class EagerRunner(StepRunner):
         for row in path:
             counts[slot, tokens[row]] += 1
         self._states.commit_rows(slot, path, size=size)
-        accepted = Accepted(path, [sampled[row] for row in path])
+        accepted = Accepted(path, [sampled[row] for row in path], size)
         if self._taps:
             rows = None if len(path) == size else path
             self._drafter.commit(forward.features, [HostPath(slot, rows, accepted.tokens)])
@@ -561,6 +589,7 @@ class GraphRunner(StepRunner):
             dtype=torch.int64,
             pin_memory=device.type == "cuda",
         )
+        self._pinned_first = torch.zeros_like(self._pinned[: MAX_ROWS + 1], pin_memory=device.type == "cuda")
 
     @staticmethod
     def step_rows(rows: int, sequences: int = 1) -> int:
@@ -678,9 +707,12 @@ class GraphRunner(StepRunner):
         steps = [functions[key] for key in keys for functions in (self._forwards, self._accepts)]
         return [*self._first_drafts, *steps]
 
-    def _read(self, flat: Tensor) -> None:
+    def _read(self, flat: Tensor, first: Tensor | None) -> None:
         self._host_acceptance = self._pinned[: len(flat)]
         self._host_acceptance.copy_(flat, non_blocking=True)
+        if first is not None:
+            self._host_first = self._pinned_first[: len(first)]
+            self._host_first.copy_(first, non_blocking=True)
 
     def _run_forward(self, capacity: int, size: int) -> Forward:
         self._last[capacity, size] = forward = self._forwards[capacity, size]()

@@ -107,6 +107,17 @@ class Scheduler:
             self.remove(sequence)
             self.running.append(sequence)
             return Admit(sequence)
+        return self._of_the_running(short)
+
+    def decode_next(self, fits: Callable[[Sequence], bool], *, short: int = 0) -> Decode | None:
+        """Return the next step's work if it is sure to be decoding, whatever the events of this one bring."""
+        ended = any(sequence.finished for sequence in self.running)
+        if (ended and (self.waiting or self.parked)) or self._admissible(fits) is not None:
+            return None
+        work = self._of_the_running(short)
+        return work if isinstance(work, Decode) else None
+
+    def _of_the_running(self, short: int) -> PrefillChunk | Decode | None:
         decoding = [each for each in self.running if each.phase is Phase.DECODE]
         prefilling = sorted(
             (each for each in self.running if each.phase is Phase.PREFILL), key=lambda each: each.arrival

@@ -10,13 +10,11 @@ import numpy as np
 
 from bough.engine.chunk import ChunkForward
 from bough.engine.events import FinishReason, Progress
-from bough.engine.runner import Forward
 from bough.engine.sampler import SamplingParams
 from bough.engine.stats import RequestStats
 from bough.errors import PromptTooLong, UsageError
 from bough.prefix_cache.boundaries import SnapshotKind
 from bough.spec.drafter import Constraint
-from bough.spec.tree import Tree
 from bough.state.draft_ring import SavedRings
 from bough.state.snapshots import SavedSequence
 
@@ -83,14 +81,6 @@ class Phase(Enum):
     FINISHED = auto()
 
 
-@dataclass(frozen=True, slots=True)
-class Launched:
-    """The forward of the sequence's next step, in flight: committed rows cannot be rolled back any more."""
-
-    tree: Tree
-    forward: Forward
-
-
 class OwnConstraint:
     """A request's constraint, whose first error is kept: it ends this request, not the step of several.
 
@@ -153,7 +143,7 @@ class Sequence:
     leader: "Sequence | None" = None
     parked: Parked | None = None
     reason: FinishReason | None = None
-    launched: Launched | None = None
+    in_flight: bool = False  # the next step's forward is launched: no committed row can be rolled back
     committed_rows: int = 0  # of the last step, which `Engine.stop` may roll back
     new_tokens: int = 0  # of the last step
 
@@ -180,11 +170,6 @@ class Sequence:
     def ready(self) -> bool:
         """Whether it may be admitted: not while another processes its prompt."""
         return self.leader is None or self.leader.phase not in (Phase.WAITING, Phase.PREFILL)
-
-    @property
-    def in_flight(self) -> bool:
-        """Whether the next step's forward is launched."""
-        return self.launched is not None
 
     @property
     def error(self) -> Exception | None:

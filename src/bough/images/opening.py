@@ -4,8 +4,9 @@ import io
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, ImageOps
 from PIL.GifImagePlugin import GifImageFile
 from PIL.ImageFile import ImageFile as Decoder
 from PIL.JpegImagePlugin import JpegImageFile
@@ -15,6 +16,7 @@ from PIL.WebPImagePlugin import WebPImageFile
 from bough.errors import UsageError
 
 _MAX_SCANS = 200  # of a progressive JPEG; each is a pass over all pixels, cameras write some ten
+_KEPT = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")  # modes that a PNG keeps
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -42,6 +44,26 @@ class ImageLimits:
     images: int = 16  # of a request
     tokens: int = 4096  # of an image
     aspect: int = 200  # the longer side by the shorter one
+
+
+def is_image(data: bytes) -> bool:
+    """Return whether a file begins as an image that can be opened."""
+    return _reader(data) is not None
+
+
+def image_file(source: Path | bytes | Image.Image, where: str = "the image") -> ImageFile:
+    """Return a file, its bytes, or an opened image as an image of a message."""
+    if isinstance(source, Image.Image):
+        out = io.BytesIO()
+        shown = ImageOps.exif_transpose(source)
+        (shown if shown.mode in _KEPT else shown.convert("RGB")).save(out, "PNG")
+        return ImageFile(out.getvalue(), where=where)
+    if isinstance(source, Path):
+        try:
+            return ImageFile(source.expanduser().read_bytes(), where=where)
+        except OSError as error:
+            raise UsageError(f"{source} cannot be read: {error.strerror}") from error
+    return ImageFile(source, where=where)
 
 
 def image_size(data: bytes, limits: ImageLimits, *, where: str = "the image") -> tuple[int, int]:

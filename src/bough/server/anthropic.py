@@ -143,19 +143,25 @@ def _split(message: Mapping[str, Any], where: str) -> list[Object]:
 def _result(block: Mapping[str, Any], where: str) -> Any:
     content = block.get("content")
     if isinstance(content, list):
-        for index, part in enumerate(content):
-            kind = part.get("type") if isinstance(part, Mapping) else None
-            if kind in ("image", "document"):
-                raise UsageError(
-                    f"{where}.content[{index}].type is {kind!r}; the model reads text only",
-                    param=f"{where}.content[{index}].type",
-                )
-            if kind not in ("text", None):
-                # References and other structured results go to the model as JSON.
-                return json.dumps(content, ensure_ascii=False, default=str)
+        kinds = [part.get("type") if isinstance(part, Mapping) else None for part in content]
+        if "document" in kinds:
+            at = f"{where}.content[{kinds.index('document')}].type"
+            raise UsageError(f"{at} is 'document'; the model reads text and images", param=at)
+        # References and other structured results go to the model as JSON.
+        if "image" in kinds:
+            content = [
+                part if kind in ("text", "image") else _json_part(part)
+                for kind, part in zip(kinds, content, strict=True)
+            ]
+        elif set(kinds) - {"text", None}:
+            return _json_part(content)["text"]
     if block.get("is_error"):
         return [{"type": "text", "text": "The tool failed:\n"}, *_parts(content)]
     return content
+
+
+def _json_part(value: Any) -> Object:
+    return {"type": "text", "text": json.dumps(value, ensure_ascii=False, default=str)}
 
 
 def _parts(content: Any) -> list[Any]:

@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 import bough
 from bough.config import ServerConfig
 from bough.errors import BoughError, UsageError
+from bough.images.parts import with_images
 from bough.server import anthropic, chat, completions, llama, ollama, prefill, responses, vectors
 from bough.server.bodies import BodyRoute
 from bough.server.failures import Failure, failure_of, invalid, unreadable
@@ -261,7 +262,7 @@ def _ollama(app: FastAPI, models: Models) -> None:
     async def ollama_generate(body: OllamaGenerateBody, request: Request) -> Response:
         async with models.use(request, body.model) as service:
             model = body.model or service.model_name
-            if not body.prompt and not body.suffix:
+            if not body.prompt and not body.suffix and not body.images:
                 return JSONResponse(ollama.loaded(model))
             writer = ollama.OllamaWriter(service, model, chat=False)
             requests = [ollama.generate_request(body, service)]
@@ -315,7 +316,7 @@ def _text(app: FastAPI, models: Models) -> None:
         thinking = kwargs.pop("enable_thinking", service.config.thinking)
         chat.check_template_options(kwargs)
         rendered = service.session.template.render(
-            body.messages,
+            with_images(body.messages, service.session.images),
             tools=chat.tool_list(body.tools, "tools"),
             thinking=thinking,
             add_generation_prompt=body.add_generation_prompt,
@@ -337,6 +338,11 @@ def _about(app: FastAPI, models: Models, metrics: Metrics) -> None:
 
     def model(id: str, resident: Resident | None) -> dict[str, Any]:
         loaded = resident is not None and resident.service.worker.state is State.ready
+        session = resident.service.session if resident is not None and loaded else None
+        modalities: dict[str, Any] = {}
+        if session is not None:  # as llama.cpp says it
+            inputs = ["text"] if session.images is None else ["text", "image"]
+            modalities = {"architecture": {"input_modalities": inputs, "output_modalities": ["text"]}}
         return {
             "id": id,
             "object": "model",
@@ -345,8 +351,9 @@ def _about(app: FastAPI, models: Models, metrics: Metrics) -> None:
             "type": "model",
             "display_name": id,
             "created_at": datetime.fromtimestamp(started, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-            "max_model_len": resident.service.session.max_ctx if resident is not None and loaded else None,
+            "max_model_len": session.max_ctx if session is not None else None,
             "loaded": loaded,
+            **modalities,
         }
 
     @_get(app, "/v1/models", "OpenAI", "Anthropic")
@@ -381,6 +388,7 @@ def _about(app: FastAPI, models: Models, metrics: Metrics) -> None:
             "vocabulary": session.tokenizer.vocab_size,
             "chat_template": session.template.source,
             "supports_thinking": session.template.supports_thinking,
+            "modalities": {"vision": session.images is not None, "audio": False},
             "thinking": {"default": config.thinking, "budget": config.thinking_budget},
             "sampling": service.sampling_facts(),
             "queue": dict(service.worker.describe()),

@@ -112,7 +112,7 @@ def _reject_unsupported(body: ChatBody) -> None:
     options.reject_unsupported(body.extras)
     if body.audio is not None or "audio" in (body.modalities or ()):
         field = "audio" if body.audio is not None else "modalities"
-        raise UsageError(f"{field} is set; the model reads and writes text only", param=field)
+        raise UsageError(f"{field} is set; the model reads text and images, and writes text", param=field)
     for field in ("functions", "function_call"):
         if getattr(body, field) is not None:
             raise UsageError(

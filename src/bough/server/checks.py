@@ -10,7 +10,8 @@ from bough.errors import QueueFull
 
 MAX_CHECKED = 512  # at the same time, waiting ones included
 # Those of grammars wait for another process; what a model scores is scored one after the other.
-_THREADS = {"plain": 4, "constrained": 16, "scored": 1}
+# An image may take 0.4 GB while it is decoded.
+_THREADS = {"plain": 4, "constrained": 16, "scored": 1, "images": 2}
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -26,7 +27,7 @@ class Checks:
 
     async def run(
         self,
-        kind: Literal["plain", "constrained", "scored"],
+        kind: Literal["plain", "constrained", "scored", "images"],
         check: Callable[P, T],
         *args: P.args,
         **options: P.kwargs,

@@ -144,5 +144,7 @@ def _cut(text: str, limit: int) -> str:
 
 
 def _short(value: Any) -> str:
+    if isinstance(value, str) and len(value) > MAX_MESSAGE:  # such as an image
+        return f"a text of {len(value)} characters"
     text = ascii(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

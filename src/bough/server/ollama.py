@@ -33,15 +33,20 @@ def chat_request(body: OllamaChatBody, service: Service) -> TextRequest:
 
 
 def generate_request(body: OllamaGenerateBody, service: Service) -> TextRequest:
-    for name in ("template", "context", "images"):
+    for name in ("template", "context"):
         if getattr(body, name):
             raise UsageError(f"{name} is set; this server does not support it", param=name)
+    if body.images and (body.suffix or body.raw):
+        raise UsageError(
+            "images is set, and so is suffix or raw; images need a chat template", param="images"
+        )
     if body.suffix:
         return _request(body, service, prompt=body.prompt, infill=Infill(body.suffix))
     if body.raw:
         return _request(body, service, prompt=body.prompt)
+    content = _with_images(body.images, body.prompt, "images")
     system = [{"role": "system", "content": body.system}] if body.system else []
-    return _request(body, service, messages=[*system, {"role": "user", "content": body.prompt}])
+    return _request(body, service, messages=[*system, {"role": "user", "content": content}])
 
 
 def _request(body: OllamaBody, service: Service, **rest: Any) -> TextRequest:
@@ -79,10 +84,9 @@ def _grammar(form: str | Object | None) -> Grammar | None:
 
 def _message(entry: Object, index: int) -> Object:
     """Return a message in OpenAI's form."""
-    if entry.get("images"):
-        field = f"messages[{index}].images"
-        raise UsageError(f"{field} is set; the model reads text only", param=field)
     message = {name: entry[name] for name in ("role", "content") if name in entry}
+    if entry.get("images"):
+        message["content"] = _with_images(entry["images"], entry.get("content"), f"messages[{index}].images")
     if entry.get("thinking"):
         message["reasoning_content"] = entry["thinking"]
     if entry.get("tool_name"):
@@ -93,6 +97,15 @@ def _message(entry: Object, index: int) -> Object:
             _call(each, f"messages[{index}].tool_calls[{at}]") for at, each in enumerate(calls)
         ]
     return message
+
+
+def _with_images(images: Any, text: Any, field: str) -> Any:
+    """Return a content whose images come before its text."""
+    if not images:
+        return text
+    if not isinstance(images, list):
+        raise UsageError(f"{field} is of type {type(images).__name__}; needs a list", param=field)
+    return [*({"type": "image", "image": each} for each in images), {"type": "text", "text": text or ""}]
 
 
 def _call(call: Any, where: str) -> Object:
@@ -200,6 +213,7 @@ class About:
             service = resident.service
             session, sampling = service.session, service.sampling_facts()
             abilities += ["thinking"] if session.template.supports_thinking else []
+            abilities += ["vision"] if session.images is not None else []
             abilities += ["insert"] if session.tokenizer.infill is not None else []
             if session.vector_spec is not None:
                 abilities = ["embedding"]

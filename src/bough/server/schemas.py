@@ -279,7 +279,7 @@ class OllamaGenerateBody(OllamaBody):
     suffix: str | None = None
     template: str | None = None
     context: list[int] | None = None
-    images: list[str] | None = None
+    images: Any = Field(None, description="A list of images in base64.")
 
 
 class OllamaEmbedBody(Body):

@@ -15,9 +15,11 @@ from fastapi.responses import JSONResponse, Response
 import bough
 from bough.config import ServerConfig
 from bough.engine.sampler import SamplingParams
+from bough.images.parts import has_images, remote_urls, with_images
 from bough.server import sse
 from bough.server.checks import Checks
 from bough.server.failures import Failure, failure_of
+from bough.server.image_urls import ImageUrls
 from bough.server.options import Thinking
 from bough.server.sse import KEEP_ALIVE_S, EventStream, unless_gone
 from bough.session.reader import RequestReader
@@ -58,6 +60,7 @@ class Service:
     model_name: str
     facts_of: Facts = lambda session: {}
     checks: Checks = field(default_factory=Checks)
+    image_urls: ImageUrls = field(default_factory=ImageUrls)
 
     @property
     def session(self) -> RequestReader:
@@ -88,7 +91,22 @@ class Service:
         """Return the prompt's tokens, found in a thread."""
         with _until_gone() as gone:
             prompt = replace(prompt, cancelled=gone.is_set)
-            return await unless_gone(request, self.checks.run("plain", self.session.encode, prompt))
+            return await unless_gone(request, self._encode_in_thread(prompt))
+
+    async def _encode_in_thread(self, prompt: TextRequest) -> list[int]:
+        [prompt] = await self._with_images([prompt])
+        return await self.checks.run("plain", self.session.encode, prompt)
+
+    async def _with_images(self, requests: list[TextRequest]) -> list[TextRequest]:
+        """Return the requests, choices of one prompt, with their images read, in a thread."""
+        messages, limits = requests[0].messages, self.session.images
+        if messages is None or not has_images(messages):
+            return requests
+        fetched: Mapping[str, bytes] = {}
+        if self.config.image_urls and limits is not None:
+            fetched = await self.image_urls.fetch(remote_urls(messages), limits)
+        messages = await self.checks.run("images", with_images, messages, limits, fetched)
+        return [replace(each, messages=messages) for each in requests]
 
     async def _checked(
         self, request: Request, requests: list[TextRequest], *, streamed: bool
@@ -111,9 +129,12 @@ class Service:
     async def _check_in_thread(self, requests: list[TextRequest]) -> list[TextRequest]:
         """Return the checked requests; a grammar or a model that scores keeps none of the others waiting."""
         session = self.session
+        requests = await self._with_images(requests)
         if await self.checks.run("plain", lambda: any(session.scores(each) for each in requests)):
             return await self.checks.run("scored", _checked_requests, session, requests)
         kind = "constrained" if any(each.constrained for each in requests) else "plain"
+        if has_images(requests[0].messages):
+            kind = "images"
         return await self.checks.run(kind, _checked_requests, session, requests)
 
     async def respond(

@@ -104,7 +104,8 @@ class AttentionScorer:
                     progress=progress,
                 )
                 prepare(decoder.layouts, device)
-                ahead.wait()
+                if ahead is not None:
+                    ahead.wait()
         scorer = cls(decoder, tokenizer, template, name=path.stem)
         if device.type == "cuda":
             # Libraries load their own kernels at their first use. The memory is the target's.

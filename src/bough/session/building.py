@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -29,15 +29,8 @@ from bough.state.draft_ring import draft_buffers, mtp_buffers
 from bough.state.sequences import CacheConfig
 
 if TYPE_CHECKING:
+    from bough.kernels.runtime.ahead import CompileAhead
     from bough.session.self_check import SelfCheck
-
-
-class Ahead(Protocol):
-    """What compiles kernels while weights are read, and checks those of a first start."""
-
-    def wait(self, progress: Callable[[int, int], None] | None = None) -> None: ...
-
-    def check(self) -> None: ...
 
 
 def build_engine(
@@ -87,20 +80,18 @@ def speculator(
 
 def compile_ahead(
     file: GGUFFile, config: EngineConfig, plan: MemoryPlan, device: torch.device
-) -> AbstractContextManager[Ahead]:
-    """Begin to compile the kernels of a model in threads; on a CPU there is nothing to do."""
+) -> "AbstractContextManager[CompileAhead | None]":
+    """Begin to compile the kernels of a model in threads, and to check those of a first start."""
     if device.type != "cuda":
-        return nullcontext(_Nothing())
+        return nullcontext()
     from bough.session.self_check import SelfCheck, shapes_of
 
-    if device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    check = SelfCheck(lambda: shapes_of(file, config, plan), device)
-
-    def work(placed: torch.device) -> None:
-        rehearse(file, config, plan, placed)
-
-    return compile_found(work, device, facts=_facts(file, config, plan), check=check)
+    return compile_found(
+        lambda placed: rehearse(file, config, plan, placed),
+        device,
+        facts=_facts(file, config, plan),
+        check=lambda placed: SelfCheck(lambda: shapes_of(file, config, plan), placed),
+    )
 
 
 def compile_found(
@@ -108,24 +99,16 @@ def compile_found(
     device: torch.device,
     *,
     facts: str,
-    check: "SelfCheck | None" = None,
-) -> AbstractContextManager[Ahead]:
-    """Begin to compile the kernels of any work; see `CompileAhead`."""
+    check: "Callable[[torch.device], SelfCheck] | None" = None,
+) -> "AbstractContextManager[CompileAhead | None]":
+    """Begin to compile the kernels of any work; on a CPU there is nothing to do."""
     if device.type != "cuda":
-        return nullcontext(_Nothing())
+        return nullcontext()
     from bough.kernels.runtime.ahead import CompileAhead
 
-    if device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    return CompileAhead(lambda: rehearse(device), device, facts=facts, check=check)
-
-
-class _Nothing:
-    def wait(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """There is nothing to wait for."""
-
-    def check(self) -> None:
-        """There is nothing to check."""
+    placed = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
+    checks = None if check is None else check(placed)
+    return CompileAhead(lambda: rehearse(placed), placed, facts=facts, check=checks)
 
 
 def rehearse(file: GGUFFile, config: EngineConfig, plan: MemoryPlan, device: torch.device) -> None:

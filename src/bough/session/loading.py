@@ -127,10 +127,11 @@ def _loaded(
             drafter = _drafter(config, file, target, plan, costs, mtp)
             _empty_cache(device)
             phases.end("reading")
-            ahead.wait(compiling)
-            phases.end("compiling")
-            ahead.check()
-            phases.end("checking")
+            if ahead is not None:
+                ahead.wait(compiling)
+                phases.end("compiling")
+                ahead.check()
+                phases.end("checking")
             # The bits of saved states depend on what computes.
             prefix_cache = _prefix_cache(config, file, plan, device)
             engine = build_engine(config, plan, target, drafter, prefix_cache)

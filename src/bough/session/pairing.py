@@ -1,14 +1,17 @@
 """The card of a model file and the draft that belongs to it. Imports no torch."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from bough.config import SpecConfig
 from bough.errors import UsageError
 from bough.hub import catalog
 from bough.hub.catalog import ModelCard
 from bough.hub.drafts import cached_draft
 from bough.hub.local import paired_draft
+from bough.hub.names import RepoName
 
 if TYPE_CHECKING:
     from bough.gguf.reader import GGUFFile
@@ -37,6 +40,37 @@ class NamedDraft:
                 param="draft",
             )
         return cls(name, "on")
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPlan:
+    """How tokens are proposed for a target."""
+
+    config: SpecConfig | None  # None: plain decoding
+    path: Path | None = None  # of the draft
+    missing: RepoName | None = None  # where the listed draft is, which is not on this machine
+
+
+def plan_draft(
+    named: NamedDraft,
+    target: Path,
+    card: ModelCard | None,
+    *,
+    resolve: Callable[[str], Path],
+    budget: int | None = None,
+    chain: bool = False,
+) -> DraftPlan:
+    """Return what a name means for a target. resolve: finds a path or repository; budget None: the card's."""
+    if named.name == NONE:
+        return DraftPlan(None)
+    recommended = card.budget if card else SpecConfig().budget
+    config = SpecConfig(budget=budget or recommended, chain=chain, mtp=named.mtp)
+    if named.name in (MTP, LOOKUP):
+        return DraftPlan(config)
+    if named.name != AUTO:
+        return DraftPlan(config, resolve(named.name))
+    path = draft_at_hand(target, card)
+    return DraftPlan(config, path, card.draft if path is None and card is not None else None)
 
 
 def card_of(file: "GGUFFile", repo: str | None = None) -> ModelCard | None:

@@ -7,6 +7,8 @@ from bough.engine.sampler import SamplingParams
 from bough.engine.sequence import Limits, Request
 from bough.errors import UsageError
 from bough.hub.recommended import NOTHING_KNOWN, Recommended
+from bough.images.opening import ImageLimits
+from bough.images.parts import with_images
 from bough.models.pooling import VectorSpec
 from bough.session.compression import Compression, PromptCompression
 from bough.session.prompts import Prompts
@@ -30,11 +32,13 @@ class RequestReader:
         break_loops: bool = True,
         compression: Compression | None = None,
         vector_spec: VectorSpec | None = None,
+        images: ImageLimits | None = None,
     ):
-        """`vector_spec`: of a model that generates no text; None: it generates."""
+        """`vector_spec`: of a model that generates no text; `images`: of one that sees. None: it does not."""
         self.tokenizer = tokenizer
         self.template = template
         self.limits = limits
+        self.images = images
         self.vector_spec = vector_spec
         self.recommended = recommended
         self._prompts = Prompts(tokenizer, template, break_loops=break_loops)
@@ -66,6 +70,7 @@ class RequestReader:
 
     def encode(self, request: TextRequest) -> list[int]:
         """Return the prompt's token ids; raises if the template refuses the messages."""
+        request = self._with_images(request)
         return self._prompts.encode(request, self._limit(request, stops_at_tokens=False)).ids
 
     def check(self, request: TextRequest) -> TextRequest:
@@ -73,6 +78,7 @@ class RequestReader:
 
         It can run in another thread than `generate`.
         """
+        request = self._with_images(request)
         if request.prefill_for_s is None and self._compression.deferred(request):
             return request
         request = self.prepare(request)
@@ -99,12 +105,19 @@ class RequestReader:
     def prepare(self, request: TextRequest) -> TextRequest:
         """Return the request with its encoded prompt, compressed if that is wanted."""
         check_role(request, self.vector_spec)
+        request = self._with_images(request)
         if self.vector_spec is not None:
             prompt = vector_prompt(request, self.vector_spec, self.tokenizer, self._limit(request))
             return replace(request, encoded=prompt)
         if request.prefill_for_s is not None:
             return replace(request, encoded=self._beginning(request))
         return replace(request, encoded=self._compression.encode(request, self._limit(request)))
+
+    def _with_images(self, request: TextRequest) -> TextRequest:
+        """Return the request with its images read; what follows sees none of their base64 text."""
+        if request.messages is None:
+            return request
+        return replace(request, messages=with_images(request.messages, self.images))
 
     def _beginning(self, request: TextRequest) -> Prompt:
         """Return the beginning of a prompt that prefill can process before the rest is there."""

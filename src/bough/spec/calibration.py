@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from bough.kernels.runtime.device import on_device
 from bough.kernels.tree import Correction
 from bough.spec.tree import Proposal
 
@@ -40,7 +41,7 @@ class Calibration:
         """Return the current correction, always in the same tensors."""
         if self._stale:
             table = [[self._gain(d, s) for s in range(len(SCORE_EDGES))] for d in range(len(DEPTH_EDGES))]
-            self._correction.table.copy_(torch.tensor(table))
+            self._correction.table.copy_(on_device(table, self._correction.table.device))
             self._stale = False
         return self._correction
 
@@ -89,7 +90,8 @@ class Share:
     def table(self) -> Tensor:
         """Return the share at each depth, always in the same tensor."""
         if self._stale:
-            self._table.copy_(torch.tensor(self._shares)[self._bins])
+            shares = [self._shares[index] for index in self._bins.tolist()]
+            self._table.copy_(on_device(shares, self._table.device))
             self._stale = False
         return self._table
 

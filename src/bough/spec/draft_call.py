@@ -18,9 +18,10 @@ from bough.spec.draft_model import DraftModel
 from bough.spec.drafter import Rank
 from bough.spec.policy import FEW_ROWS
 from bough.spec.tree import Proposal, Tree, build_trees
-from bough.state.graphs import CapturedFunction
+from bough.state.graphs import CapturedFunction, StagedNumbers
 
 _GROUPS = (1, 2, 4)  # sequences of a call at a time
+TREE_WORDS = 5 * MAX_ROWS  # a packed tree and the weights of its rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,28 +90,31 @@ class DraftCall:
         rank: Rank,
         *,
         shape: TreeShape,
+        forest: Tensor,
         compares: bool = False,
-        device: torch.device | str,
     ):
-        """`share` of the other drafts; `compares`: the tree of each draft alone is reported, too."""
+        """`share` of the other drafts; `compares`: the tree of each draft alone is reported, too.
+
+        forest [slots, TREE_WORDS]: where the tree of each slot that is asked goes.
+        """
         self._drafts, self._calibrations, self._rank = list(drafts), list(drafts.values()), rank
         self._share, self._depth = share, shape.depth
         self._nodes, self._candidates, self._spine = shape.nodes, shape.candidates, shape.spine
         depth, candidates = shape.depth, shape.candidates
         self._leading = min(LEADING, candidates)
-        self._device = torch.device(device)
+        self._forest, self._device = forest, forest.device
         self._on_device = on_device = self._device.type == "cuda"
         # Of a report: tree; of each draft leading candidates, the paths that they follow, their edges.
         self._parts = [2 * depth * self._leading, depth**2, depth * self._leading**2]
         self._trees = 1 + (len(drafts) if compares else 0)
-        self._sizes = [*[5 * MAX_ROWS] * self._trees, *[sum(self._parts)] * len(drafts)]
+        self._sizes = [*[TREE_WORDS] * self._trees, *[sum(self._parts)] * len(drafts)]
         self._has = [(False, False)] * len(drafts)  # paths and edges in the last reports
         sizes = [size for size in _GROUPS if size == 1 or size * (depth + 1) <= MAX_ROWS]
         # By sequences: slot, anchor, score of the lookup, the lookup.
         self._inputs = {size: self._new(size, 3 + depth) for size in sizes}
         self._functions = {size: CapturedFunction(partial(self._run, size), sequences=size) for size in sizes}
-        self._packed = torch.zeros(1, 4, MAX_ROWS, dtype=torch.int64, device=device)  # of one sequence
-        self._staged = torch.zeros(MAX_ROWS, 3 + depth, dtype=torch.int64, pin_memory=on_device)
+        self._staged = StagedNumbers(MAX_ROWS, 3 + depth, device=self._device)
+        self._slot = 0  # of the first sequence of the last call
         self._reports = torch.zeros(MAX_ROWS, sum(self._sizes), dtype=torch.int64, pin_memory=on_device)
         self._asked = 1  # sequences of the last call
         self.backlog = 0, 0.0  # positions that had waited for the last call, and their seconds
@@ -129,7 +133,8 @@ class DraftCall:
         for calibration in self._calibrations:
             calibration.correction()
         self._share.table()
-        rows, self._asked = self._staged.numpy(), len(asks)
+        self._staged.wait()
+        rows, self._asked, self._slot = self._staged.numbers, len(asks), asks[0].slot
         for row, ask in zip(rows, asks, strict=False):
             chain = ask.chain[: self._depth]
             row[0], row[1], row[2:3].view(np.float64)[0] = ask.slot, ask.anchor, ask.score
@@ -139,12 +144,12 @@ class DraftCall:
             self._call_some(slice(start, min(start + most, len(asks))), nodes)
 
     def tree(self, rows: int) -> Tree:
-        """Return the best `rows` rows of the last call's tree, for a call for one sequence.
+        """Return the best `rows` rows of the last call's first tree.
 
-        It shares the call's buffer, which the next call overwrites. On a GPU its last rows may be padding:
-        how many candidates there were is not read back.
+        The slot's next call overwrites it. On a GPU its last rows may be padding: how many candidates there
+        were is not read back.
         """
-        return Tree(self._packed[0], rows)
+        return Tree(self._forest[self._slot, : 4 * MAX_ROWS].view(4, MAX_ROWS), rows)
 
     def report(self) -> "Tensor | list[DraftReport]":
         """Return the last call's reports for `read`; the device must have finished it."""
@@ -198,19 +203,19 @@ class DraftCall:
     def _call_some(self, part: slice, nodes: int | None) -> None:
         """Launch the call for some of the staged asks, as many as a function takes."""
         size = next(size for size in self._functions if size >= part.stop - part.start)
-        inputs, asks = self._inputs[size], self._staged[part]
-        inputs[: len(asks)].copy_(asks, non_blocking=True)
-        if len(asks) < size:
-            inputs[len(asks) :] = inputs[0]
+        inputs, count = self._inputs[size], part.stop - part.start
+        self._staged.copy(part, into=inputs[:count])
+        if count < size:
+            inputs[count:] = inputs[0]
         reports = self._functions[size]() if nodes is None else self._run(size, nodes)
-        self._reports[part].copy_(reports[: len(asks)], non_blocking=True)
+        self._reports[part].copy_(reports[:count], non_blocking=True)
 
     def _new(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int64, device=self._device)
 
     @staticmethod
     def _weights(reports: Tensor) -> Tensor:
-        return _floats(reports[..., 4 * MAX_ROWS : 5 * MAX_ROWS])
+        return word_floats(reports[..., 4 * MAX_ROWS : TREE_WORDS])
 
     def _run(self, size: int, nodes: int | None = None) -> Tensor:
         """Return the reports [size, ...] of the asks in the input buffer."""
@@ -219,10 +224,10 @@ class DraftCall:
         scores = inputs[:, 2:3].contiguous().view(torch.float64).float().expand(chains.shape)
         proposals, built = self._build(anchors, slots, chains, scores, nodes)
         learnt = [self._learnt(index, proposal) for index, proposal in enumerate(proposals)]
-        if size == 1:
-            self._packed.copy_(built[0][0])
-        parts = [part for packed, weights in built for part in (packed, _bits(weights))]
-        return torch.cat([part.flatten(1) for part in (*parts, *learnt)], 1)
+        parts = [part for packed, weights in built for part in (packed, word_bits(weights))]
+        reports = torch.cat([part.flatten(1) for part in (*parts, *learnt)], 1)
+        self._forest.index_copy_(0, slots, reports[:, :TREE_WORDS])
+        return reports
 
     def _flush(self, asks: Sequence[Ask]) -> int:
         """Bring the drafts' states up to date; return the most positions that were missing."""
@@ -274,8 +279,8 @@ class DraftCall:
         if proposal.given is not None:
             given = proposal.given.flatten(1)
         if proposal.edges is not None:
-            edges = _bits(proposal.edges[..., : self._leading, : self._leading]).flatten(1)
-        return torch.cat([ids.flatten(1), _bits(scores).flatten(1), given, edges], 1)
+            edges = word_bits(proposal.edges[..., : self._leading, : self._leading]).flatten(1)
+        return torch.cat([ids.flatten(1), word_bits(scores).flatten(1), given, edges], 1)
 
     def _read_learnt(self, words: Tensor, has_given: bool, has_edges: bool) -> Proposal:
         """Return the proposals of several sequences, without chains."""
@@ -283,9 +288,9 @@ class DraftCall:
         ids, scores = leading.unflatten(1, (2, self._depth, self._leading)).unbind(1)
         shape = (self._depth, self._leading, self._leading)
         return replace(
-            Proposal.of(ids.clone(), _floats(scores)),
+            Proposal.of(ids.clone(), word_floats(scores)),
             given=given.unflatten(1, (self._depth, -1)).clone() if has_given else None,
-            edges=_floats(edges).unflatten(1, shape) if has_edges else None,
+            edges=word_floats(edges).unflatten(1, shape) if has_edges else None,
         )
 
 
@@ -342,10 +347,10 @@ class HostDraftCall(DraftCall):
         return DraftReport([], tokens, parents, [math.exp(weight) for weight in known], packed)
 
 
-def _bits(values: Tensor) -> Tensor:
+def word_bits(values: Tensor) -> Tensor:
     """Return float32 values as int64 words, so that one copy brings integers and floats to the host."""
     return values.contiguous().view(torch.int32).long()
 
 
-def _floats(words: Tensor) -> Tensor:
+def word_floats(words: Tensor) -> Tensor:
     return words.int().view(torch.float32)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bough.kernels.tree import MAX_ROWS
 from bough.spec.shares import Shares
-from bough.spec.tree import Tree
+from bough.spec.tree import SharedTrees, Tree
 from bough.state.draft_ring import SavedRings
 from bough.state.graphs import CapturedFunction
 
@@ -62,6 +62,15 @@ class Turn:
     position: int  # of the anchor
     max_rows: int  # of its tree, the root included
     constraint: Constraint | None = None
+    shown: bool = False  # its tree is read on the host, too
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens of a prompt that a step reads beside the trees of others."""
+
+    slot: int
+    tokens: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,26 +145,26 @@ class Drafter(Protocol):
         """Add prompt tokens; features [n, taps * width] of the last n of them; None: `commit` added them."""
         ...
 
-    def draft(self, turns: Sequence[Turn], prompts: Sequence[int] = ()) -> None:
+    def draft(self, turns: Sequence[Turn], prompts: Sequence[Piece] = ()) -> None:
         """Plan the next step of some sequences and launch the draft for those where it pays.
 
-        prompts: rows of each prompt that the step reads, too.
+        prompts: what the step reads of prompts, too.
         """
         ...
 
-    def trees(self, turns: Sequence[Turn], prompts: Sequence[int] = ()) -> list[Tree]:
-        """Return a tree for each sequence of the step, at most MAX_ROWS rows in all.
+    def trees(self, turns: Sequence[Turn], prompts: Sequence[Piece] = ()) -> list[Tree] | SharedTrees:
+        """Return a tree for each sequence of the step, at most MAX_ROWS rows in all with those of prompts.
 
         Those that were not among the turns of the last `draft` get no draft. The tree of one sequence alone
-        may lie on the device.
+        may lie on the device. Where several share their rows there, the prompts' are among them.
         """
         ...
 
-    def plan_root(self, slot: int) -> bool:
-        """Return whether the next tree is the root alone whatever this step of one sequence accepts.
+    def plan_root(self, slots: Sequence[int]) -> bool:
+        """Return whether the next trees are roots alone whatever this step of these sequences accepts.
 
-        If so that is decided: its forward may be launched before the read-back, and the next turn then has
-        one row at most.
+        If so that is decided: their forward may be launched before the read-back, and the next turns then
+        have one row at most.
         """
         ...
 
@@ -200,12 +209,12 @@ class NoDrafter:
 
     def prefill(self, slot: int, tokens: list[int], features: Tensor | None) -> None: ...
 
-    def draft(self, turns: Sequence[Turn], prompts: Sequence[int] = ()) -> None: ...
+    def draft(self, turns: Sequence[Turn], prompts: Sequence[Piece] = ()) -> None: ...
 
-    def trees(self, turns: Sequence[Turn], prompts: Sequence[int] = ()) -> list[Tree]:
+    def trees(self, turns: Sequence[Turn], prompts: Sequence[Piece] = ()) -> list[Tree] | SharedTrees:
         return Tree.roots([turn.anchor for turn in turns])
 
-    def plan_root(self, slot: int) -> bool:
+    def plan_root(self, slots: Sequence[int]) -> bool:
         return True
 
     def commit(self, features: Tensor, paths: Sequence[HostPath] | DevicePaths) -> None: ...

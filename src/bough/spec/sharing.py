@@ -8,12 +8,19 @@ most expected tokens a second, down to one row for each text and no draft call a
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from bough.kernels.tree import MAX_ROWS
+from bough.kernels.tree.share import share_rows
 from bough.spec.costs import StepCosts
+from bough.spec.draft_call import TREE_WORDS, word_floats
 from bough.spec.policy import MARGIN, PROBE_INTERVAL, PROBE_SHARE
+from bough.spec.tree import SharedTrees, Tree
+from bough.state.graphs import CapturedFunction, StagedNumbers
 
 REPLAN = 4  # steps after which it is decided anew which texts are asked: 0.4 ms for 8 of them
 
@@ -148,18 +155,31 @@ class RowSharing:
         prompts: rows of each prompt that the step reads, too.
         """
         texts = len(weights)
-        taken = texts + sum(prompts)  # rows that are not shared out
         # A row is in the tree only if all before it are, so it counts for no more than they do.
         falling = [np.minimum.accumulate(each) if len(each) else each for each in weights]
         pool = np.concatenate(falling)
         owners = np.repeat(np.arange(texts), [len(each) for each in weights])
         order = np.argsort(-pool, kind="stable")
-        sizes = self._sizes(taken, padded=padded)
-        sums = texts + _best_sums(pool[order], [rows - taken for rows in sizes], ordered=True)
-        step_s = np.array(self.costs.steps(texts + len(prompts), sizes))
-        rows = sizes[int((sums / step_s).argmax())] if self._adaptive else sizes[-1]
-        shared = np.bincount(owners[order[: rows - taken]], minlength=texts)
+        rows = self._best_size(pool[order], texts, prompts, padded=padded)
+        shared = np.bincount(owners[order[: rows - texts - sum(prompts)]], minlength=texts)
         return (1 + shared).tolist()
+
+    def planned_size(self, offers: Sequence[Offer], asked: Sequence[bool], prompts: Sequence[int]) -> int:
+        """Return the rows in all of a padded step whose gains are only expected: the device shares them."""
+        pool = [
+            (np.array(offer.expected) @ self._by_row if drafted else _copy_gains(offer))[: offer.max_rows - 1]
+            for offer, drafted in zip(offers, asked, strict=True)
+        ]
+        gains = -np.sort(-np.concatenate(pool))
+        return self._best_size(gains, len(offers), prompts, padded=True)
+
+    def _best_size(self, gains: np.ndarray, texts: int, prompts: Sequence[int], *, padded: bool) -> int:
+        """Return the rows in all with the most tokens a second, from falling gains below the roots."""
+        taken = texts + sum(prompts)  # rows that are not shared out
+        sizes = self._sizes(taken, padded=padded)
+        sums = texts + _best_sums(gains, [rows - taken for rows in sizes], ordered=True)
+        step_s = np.array(self.costs.steps(texts + len(prompts), sizes))
+        return sizes[int((sums / step_s).argmax())] if self._adaptive else sizes[-1]
 
     def _sizes(self, least: int, *, padded: bool) -> list[int]:
         """Return the rows in all to choose from."""
@@ -182,3 +202,78 @@ def _best_sums(gains: np.ndarray, counts: Sequence[int], *, ordered: bool = Fals
     """Return the sums of the best `counts` gains."""
     sums = np.concatenate([[0.0], np.cumsum(gains if ordered else -np.sort(-gains))])
     return sums[np.minimum(counts, len(gains))]
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPart:
+    """One sequence's part of a step whose rows are shared on the device."""
+
+    slot: int
+    most: int  # rows, at most
+    promise: float = 1.0  # tokens accepted for each that the weights of its tree promise
+    # On the host: a tree, of which each row below the root has this log probability after the one before;
+    # None: what the draft call gave the slot.
+    tree: Tree | None = None
+    score: float = 0.0
+    given: bool = False  # a chain of a prompt's tokens, of which no row is left out
+
+
+_FACTS = 6  # of each sequence: slot, 1, whether on the host, most rows, promise, whether given
+_CAPACITIES = (4, 16, MAX_ROWS)  # sequences that one function shares between
+
+
+class DeviceSharing:
+    """Shares a step's rows on the device, as `RowSharing.shares` does for a size that is known before.
+
+    So what the draft call gave is not read back: its step can be launched behind it.
+    """
+
+    def __init__(self, forest: Tensor):
+        """`forest` [slots, TREE_WORDS]: the drafted trees."""
+        self._forest = forest
+        # Each row: the facts of a sequence, and its tree if it lies on the host; the last one: extra rows.
+        self._staged = StagedNumbers(MAX_ROWS + 1, _FACTS + TREE_WORDS, device=forest.device)
+        self._functions = {
+            capacity: CapturedFunction(partial(self._share, capacity)) for capacity in _CAPACITIES
+        }
+
+    @property
+    def functions(self) -> list[CapturedFunction]:
+        return list(self._functions.values())
+
+    def __call__(self, parts: Sequence[SharedPart], size: int) -> SharedTrees:
+        """Launch the sharing of `size` rows; sequences without a given chain have any number of them."""
+        capacity = next(capacity for capacity in _CAPACITIES if capacity >= len(parts))
+        self._staged.wait()
+        rows = self._staged.numbers
+        rows[: capacity + 1, :_FACTS] = 0
+        for row, part in zip(rows, parts, strict=False):
+            on_host = part.tree is not None
+            row[0], row[1], row[2], row[3], row[5] = part.slot, 1, on_host, part.most, part.given
+            row[4:5].view(np.float64)[0] = part.promise
+            if part.tree is not None:
+                row[_FACTS : _FACTS + 4 * MAX_ROWS] = part.tree.packed.numpy().reshape(-1)
+                weights = np.full(MAX_ROWS, -np.inf, np.float32)
+                weights[: part.tree.size] = part.score * np.arange(part.tree.size)
+                row[_FACTS + 4 * MAX_ROWS :] = weights.view(np.int32)
+        rows[capacity, 0] = size - len(parts)
+        self._staged.copy(slice(0, capacity + 1))
+        shared, first = self._functions[capacity]()
+        return SharedTrees(shared[:4], first, shared[4], size, max(part.most for part in parts))
+
+    def _share(self, capacity: int) -> tuple[Tensor, Tensor]:
+        """Return rows [5, 64], the fifth of which is what a prompt has after each, and `first`."""
+        staged = self._staged.buffer[:capacity]
+        slots, present, on_host, most, _, given = staged[:, :_FACTS].T.contiguous()[..., None].unbind()
+        promise = staged[:, 4:5].contiguous().view(torch.float64).float()
+        words = torch.where(on_host > 0, staged[:, _FACTS:], self._forest[slots[:, 0]])
+        packed, weights = words[:, : 4 * MAX_ROWS].unflatten(1, (4, MAX_ROWS)), words[:, 4 * MAX_ROWS :]
+        row = torch.arange(MAX_ROWS, device=words.device)
+        gains = (word_floats(weights).exp() * promise).clamp(max=1).masked_fill(given > 0, 2)
+        gains = gains.masked_fill((row >= most) | (present == 0), 0)
+        tokens = packed[:, 0]
+        after = torch.cat([tokens[:, 1:], tokens[:, :1]], 1)
+        after = after.masked_fill((given == 0) | (row >= most - 1), -1)
+        trees = torch.cat([packed, after[:, None]], 1)
+        extra = self._staged.buffer[capacity, :1]
+        return share_rows(trees, gains[:, 1:], present[:, 0], extra)

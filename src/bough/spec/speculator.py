@@ -2,9 +2,9 @@
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -16,13 +16,14 @@ from bough.spec.calibration import Calibration, Share
 from bough.spec.costs import StepCosts
 from bough.spec.dflash import DFlashModel
 from bough.spec.diagnosis import DraftWatch
-from bough.spec.draft_call import Ask, DraftCall, DraftReport, HostDraftCall, TreeShape
+from bough.spec.draft_call import TREE_WORDS, Ask, DraftCall, DraftReport, HostDraftCall, TreeShape
 from bough.spec.draft_model import DraftModel, NoDraftModel
 from bough.spec.drafter import (
     DevicePaths,
     Features,
     HostPath,
     Notes,
+    Piece,
     Rank,
     StepOutcome,
     Turn,
@@ -31,8 +32,8 @@ from bough.spec.learning import CalledDraft, LessonQueue, Lessons
 from bough.spec.mixed import mixes_of
 from bough.spec.policy import EAGER_SIZES, PLAIN, Plan, RowPolicy
 from bough.spec.prompt_lookup import LookupAccuracy, PromptLookup
-from bough.spec.sharing import BatchCosts, Offer, RowSharing
-from bough.spec.tree import Tree
+from bough.spec.sharing import BatchCosts, DeviceSharing, Offer, RowSharing, SharedPart
+from bough.spec.tree import SharedTrees, Tree
 from bough.state.draft_ring import SavedRings
 from bough.state.graphs import CapturedFunction
 
@@ -82,6 +83,15 @@ class _Text:
         self.asked = self.report = None
         self.copied = ([], 0.0) if turn.max_rows == 1 else self._allowed(turn)
 
+    def was_asked(self, call: int) -> bool:
+        """Return whether a draft call for several asked for this text."""
+        return self.asked is not None and self.asked[0] == call
+
+    def ask(self, turn: Turn, *, chain: bool) -> Ask:
+        """Return its part of a draft call; where trees are chains, no lookup is among the candidates."""
+        copied, score = self.copied
+        return Ask(turn.slot, turn.anchor, [] if chain else copied, score)
+
     def looked_up(self) -> tuple[list[int], float]:
         """Return what followed the last tokens earlier in the text, and each one's log probability."""
         return self.lookup.propose(self.lessons.depth) if self.copies else ([], 0.0)
@@ -110,8 +120,12 @@ class Speculator:
         *,
         device: torch.device | str = "cpu",
         sizes: Sequence[int] = EAGER_SIZES,
+        on_host: bool | None = None,
     ):
-        """`draft` None: prompt lookup alone; `sizes`: the sizes of steps that differ in cost."""
+        """`draft` None: prompt lookup alone; `sizes`: the sizes of steps that differ in cost.
+
+        `on_host`: draft calls give lists on the host, not trees on the device; None: on a CPU.
+        """
         self._draft: DraftModel = draft or NoDraftModel()
         self._has_draft = draft is not None
         depth = self._draft.depth
@@ -139,7 +153,11 @@ class Speculator:
         self._watch = DraftWatch(*watched, costs)
         self._calls = 0  # for several texts
         self._asked = 0  # texts in the last call for several
-        self._on_host = torch.device(device).type == "cpu"
+        self._on_host = on_host if on_host is not None else torch.device(device).type == "cpu"
+        # The trees that draft calls gave, by slot.
+        forest = torch.zeros(MAX_ROWS, TREE_WORDS, dtype=torch.int64, device=device)
+        self._forest, self._device_sharing = forest, DeviceSharing(forest)
+        self._size = 0  # rows in all of the step, if they were shared on the device
         self._clock = time.thread_time if self._on_host else time.perf_counter
         self._observed = -1, 0.0  # slot and time of the last step of one text
         self._lessons = LessonQueue()
@@ -149,7 +167,7 @@ class Speculator:
         calibrations = {draft: Calibration(self._device) for mix in self._mixes for draft in mix}
         share, candidates = Share(self._device), 1 if self._config.chain else CANDIDATES
         shape = TreeShape(self._draft.depth, self._config.budget, candidates, SPINE)
-        kind = HostDraftCall if torch.device(self._device).type == "cpu" else DraftCall
+        kind = HostDraftCall if self._on_host else DraftCall
 
         def call(mix: Sequence[DraftModel], *, compares: bool = False) -> DraftCall:
             return kind(
@@ -157,8 +175,8 @@ class Speculator:
                 share,
                 rank,
                 shape=shape,
+                forest=self._forest,
                 compares=compares,
-                device=self._device,
             )
 
         self._draft_calls = {(index, False): call(mix) for index, mix in enumerate(self._mixes)}
@@ -168,7 +186,8 @@ class Speculator:
             self._call = last
         if self._on_host and self._has_draft:
             return [CapturedFunction(self._call_once)]
-        return [function for call in self._draft_calls.values() for function in call.functions]
+        calls = [function for call in self._draft_calls.values() for function in call.functions]
+        return [*calls, *self._device_sharing.functions] if calls else []
 
     def open(self, slot: int, tokens: Sequence[int] = (), saved: SavedRings | None = None) -> None:
         self._policy = self._policy.fork()
@@ -200,24 +219,36 @@ class Speculator:
     def save(self, slot: int) -> SavedRings | None:
         return self._draft.save(slot)
 
-    def draft(self, turns: Sequence[Turn], prompts: Sequence[int] = ()) -> None:
+    def draft(self, turns: Sequence[Turn], prompts: Sequence[Piece] = ()) -> None:
         self._alone = len(turns) == 1 and not prompts
         if self._alone:
             self._draft_alone(turns[0])
         else:
             self._draft_together(turns)
 
-    def trees(self, turns: Sequence[Turn], prompts: Sequence[int] = ()) -> list[Tree]:
+    def trees(self, turns: Sequence[Turn], prompts: Sequence[Piece] = ()) -> list[Tree] | SharedTrees:
         if self._alone:
             return [self._tree_alone(*turns)]
+        for turn in turns:
+            text = self._texts[turn.slot]
+            if text.position != turn.position:  # it was not there when the draft was called
+                text.begin_turn(turn)
+            text.plan = self._planned if text.was_asked(self._calls) else PLAIN
+        reads = self._on_host or any(turn.shown or turn.constraint is not None for turn in turns)
+        if any(self._texts[turn.slot].was_asked(self._calls) for turn in turns) and not reads:
+            return self._shared(turns, prompts)
+        self._size, read = 0, [len(piece.tokens) for piece in prompts]
         reports = self._call.reports() if self._asked else []
         weights = [self._weights(turn, reports) for turn in turns]
-        rows = self._sharing.shares(weights, padded=self._padded_sizes is not None, prompts=prompts)
+        rows = self._sharing.shares(weights, padded=self._padded_sizes is not None, prompts=read)
         return [self._tree(turn, count) for turn, count in zip(turns, rows, strict=True)]
 
     def observe(self, outcomes: Mapping[int, StepOutcome], prompts: Sequence[int] = ()) -> None:
+        reports = cache(lambda: cache(partial(self._call.read, self._call.report())))  # read once, and later
         for slot, outcome in outcomes.items():
             text = self._texts[slot]
+            if not self._alone:
+                text.plan = text.policy.taken(replace(text.plan, rows=outcome.rows))
             repeats = text.lookup.append(outcome.tokens)
             if text.plan is _RESTED:
                 if repeats:
@@ -228,7 +259,7 @@ class Speculator:
             if outcome.rows > 1:
                 copied = [] if self._config.chain and text.plan.draft else text.copied[0]
                 self._watch.observe(slot, outcome.tokens[:-1], copied, drafted=text.plan.draft)
-            self._note_lesson(text, outcome)
+            self._note_lesson(text, outcome, reports)
         if self._alone:
             [(slot, outcome)] = outcomes.items()
             self._observe_costs(self._texts[slot], slot, outcome)
@@ -244,27 +275,20 @@ class Speculator:
     def examine(self, tokens: Sequence[int]) -> str | None:
         return self._watch.examine(tokens)
 
-    def _note_lesson(self, text: _Text, outcome: StepOutcome) -> None:
+    def _note_lesson(
+        self, text: _Text, outcome: StepOutcome, reports: Callable[[], Callable[[], list[DraftReport]]]
+    ) -> None:
         """Note what a step teaches; without a draft call nothing has to wait."""
         plan, report = text.plan, text.report
-        call = self._draft_calls[plan.mix, plan.compares] if plan.draft else None
-        if call is None:
+        if not plan.draft:
             self._lessons.add(text.lessons, outcome)
         elif report is not None:
-            self._lessons.add(text.lessons, outcome, partial(CalledDraft, call, report, plan))
+            self._lessons.add(text.lessons, outcome, partial(CalledDraft, self._call, report, plan))
         else:
-            words = call.report()
-            self._lessons.add(text.lessons, outcome, lambda: CalledDraft(call, call.read(words)[0], plan))
+            call, read, index = self._call, reports(), text.asked[1] if text.asked is not None else 0
+            self._lessons.add(text.lessons, outcome, lambda: CalledDraft(call, read()[index], plan))
         if self._alone and not plan.draft:
             self._lessons.learn()
-
-    def _asks(self, turns: Sequence[Turn]) -> list[Ask]:
-        """Return the parts of a draft call; where trees are chains, no lookup is among the candidates."""
-        copied = [self._texts[turn.slot].copied for turn in turns]
-        return [
-            Ask(turn.slot, turn.anchor, [] if self._config.chain else tokens, score)
-            for turn, (tokens, score) in zip(turns, copied, strict=True)
-        ]
 
     def _call_once(self) -> None:
         """Call the draft for the text that was begun last, to see what that takes."""
@@ -274,8 +298,10 @@ class Speculator:
 
     # -- Steps of one text: the tree stays on the device
 
-    def plan_root(self, slot: int) -> bool:
-        text = self._texts[slot]
+    def plan_root(self, slots: Sequence[int]) -> bool:
+        if len(slots) > 1:
+            return False
+        text = self._texts[slots[0]]
         text.wake()
         copied, score = text.looked_up()
         return text.policy.plan_root(copied=len(copied), probability=math.exp(score))
@@ -297,7 +323,9 @@ class Speculator:
             # Of a larger tree the constraint leaves enough.
             nodes = None if turn.constraint is None else min(_CONSTRAINED * self._config.budget, MAX_ROWS - 1)
             self._call = self._draft_calls[plan.mix, plan.compares]
-            self._call(self._asks([turn]), nodes=nodes, short=text.policy.rows_are_dear)
+            self._call(
+                [text.ask(turn, chain=self._config.chain)], nodes=nodes, short=text.policy.rows_are_dear
+            )
             self._lessons.learn()  # while the device is busy
             return
         waits = copied or text.lessons.watched or text.lessons.compared
@@ -346,12 +374,13 @@ class Speculator:
             self._texts[turn.slot].asked = (self._calls, index)
         if asked:
             self._call = self._draft_calls[self._planned.mix, self._planned.compares]
-            self._call(self._asks(asked), short=self._policy.rows_are_dear)
+            asks = [self._texts[turn.slot].ask(turn, chain=self._config.chain) for turn in asked]
+            self._call(asks, short=self._policy.rows_are_dear)
         self._lessons.learn()  # while the device is busy
 
     def _observe_shared_costs(self, outcomes: Mapping[int, StepOutcome], prompts: Sequence[int]) -> None:
         step = next(iter(outcomes.values()))
-        rows = sum(outcome.rows for outcome in outcomes.values()) + sum(prompts)
+        rows = self._size or sum(outcome.rows for outcome in outcomes.values()) + sum(prompts)
         if self._padded_sizes is not None:
             rows = next((size for size in self._padded_sizes if size >= rows), MAX_ROWS)
         self._sharing.costs.observe_step(len(outcomes) + len(prompts), rows, step.verify_cost)
@@ -390,12 +419,30 @@ class Speculator:
         since = text.policy.since_draft
         return Offer(text.expected, len(copied), math.exp(score), max_rows, since, turn.slot)
 
+    def _shared(self, turns: Sequence[Turn], prompts: Sequence[Piece]) -> SharedTrees:
+        """Share the rows of a step on the device: how many there are is decided from expectations."""
+        offers, parts = [], []
+        for turn in turns:
+            text = self._texts[turn.slot]
+            (copied, score), policy = text.copied, text.policy
+            most = min(turn.max_rows, self._config.budget + 1)
+            offers.append(Offer(text.expected or policy.expected(), len(copied), math.exp(score), most, 0))
+            if text.was_asked(self._calls):
+                parts.append(SharedPart(turn.slot, most, policy.kept_promises))
+            else:
+                chain = Tree.chain([turn.anchor, *copied][:most]) if copied else Tree.root(turn.anchor)
+                parts.append(SharedPart(turn.slot, most, tree=chain, score=score))
+        for piece in prompts:
+            rows = len(piece.tokens)
+            parts.append(SharedPart(piece.slot, rows, tree=Tree.chain(piece.tokens), given=True))
+        asked = [self._texts[turn.slot].was_asked(self._calls) for turn in turns]
+        self._size = self._sharing.planned_size(offers, asked, [len(piece.tokens) for piece in prompts])
+        return self._device_sharing(parts, self._size)
+
     def _weights(self, turn: Turn, reports: list[DraftReport]) -> np.ndarray:
         """Return the expected gains of a text's rows below the root."""
         text = self._texts[turn.slot]
-        if text.position != turn.position:  # it was not there when the draft was called
-            text.begin_turn(turn)
-        if reports and text.asked is not None and text.asked[0] == self._calls:
+        if reports and text.asked is not None and text.was_asked(self._calls):
             report = reports[text.asked[1]]
             if turn.constraint is not None:
                 report = report.only(turn.constraint.kept(report.tokens, report.parents))
@@ -406,11 +453,8 @@ class Speculator:
         return np.exp(score * np.arange(1, min(len(copied), turn.max_rows - 1) + 1))
 
     def _tree(self, turn: Turn, rows: int) -> Tree:
-        """Return the first rows of what was proposed for a text, and note it as its plan."""
+        """Return the first rows of what was proposed for a text."""
         text = self._texts[turn.slot]
-        drafted = text.report is not None
-        plan = self._planned if drafted else Plan(rows, False, lookup=rows > 1)
-        text.plan = text.policy.taken(replace(plan, rows=rows))
         if text.report is not None:
             return text.report.tree(rows)
         return Tree.root(turn.anchor) if rows == 1 else Tree.chain([turn.anchor, *text.copied[0]][:rows])

@@ -69,6 +69,20 @@ class Tree:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedTrees:
+    """Trees on the device that share the rows of a step, best rows first.
+
+    How many rows each has is read back with what was accepted. In static buffers, of the last step.
+    """
+
+    rows: Tensor  # [4, 64] tokens, parents, ancestors, depths: one tree after the other
+    first: Tensor  # [S + 1 or more] first row of each, and the end of the last
+    given: Tensor  # [64] the token after each row of a prompt, else -1
+    size: int  # rows in all, at most
+    most: int  # rows of one tree, at most
+
+
+@dataclass(frozen=True, slots=True)
 class Proposal:
     """Candidates for the positions after the anchor; scores are log probabilities, at most 0.
 

@@ -5,10 +5,35 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar, cast
 
 import torch
+from torch import Tensor
 
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+
+
+class StagedNumbers:
+    """Integers that the host writes, and the static buffer into which they are copied."""
+
+    def __init__(self, *shape: int, device: torch.device):
+        on_gpu = device.type == "cuda"
+        self._staged = torch.zeros(shape, dtype=torch.int64, pin_memory=on_gpu)
+        self.numbers = self._staged.numpy()  # to be written after `wait`
+        self.buffer = self._staged.to(device)
+        self._one = self.buffer is self._staged  # on a CPU
+        self._copied = torch.cuda.Event() if on_gpu else None
+
+    def wait(self) -> None:
+        """Wait until what was staged before has been copied."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def copy(self, rows: slice = slice(None), *, into: Tensor | None = None) -> None:
+        """Begin to copy staged rows to the same rows of the buffer, or of another."""
+        if into is not None or not self._one:
+            (self.buffer[rows] if into is None else into).copy_(self._staged[rows], non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
 
 
 class CapturedFunction(Generic[Result]):

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bough.errors import UsageError
+from bough.images.opening import ImageFile
+from bough.images.parts import KINDS
 
 Message = dict[str, Any]
 
@@ -28,7 +30,7 @@ THOUGHTS = re.compile(r"(?:\s*<think>.*?(?:</think>\n*|\Z))+", re.DOTALL)
 
 
 def normalise(messages: Sequence[Mapping[str, Any]], *, opens_reasoning: bool = False) -> list[Message]:
-    """Return at most one system message, at the start, and others with text contents.
+    """Return at most one system message, at the start, and others with text contents, or parts with images.
 
     Tool arguments become objects, and reasoning is in one field. The template decides which reasoning to
     render again: within a round of tool calls, not of older turns. `opens_reasoning`: the template's prompt
@@ -54,11 +56,20 @@ def merge_neighbours(messages: Sequence[Message]) -> list[Message]:
         last = merged[-1] if merged else None
         plain = message["role"] in ("user", "assistant") and "tool_calls" not in message
         if plain and last is not None and last["role"] == message["role"] and "tool_calls" not in last:
-            content = "\n\n".join(filter(None, (last["content"], message["content"])))
-            merged[-1] = last | {"content": content}
+            merged[-1] = last | {"content": _joined(last["content"], message["content"])}
         else:
             merged.append(message)
     return merged
+
+
+def _joined(first: str | list[Message], second: str | list[Message]) -> str | list[Message]:
+    if isinstance(first, str) and isinstance(second, str):
+        return "\n\n".join(filter(None, (first, second)))
+    return [*_parts(first), {"type": "text", "text": "\n\n"}, *_parts(second)]
+
+
+def _parts(content: str | list[Message]) -> list[Message]:
+    return content if isinstance(content, list) else [{"type": "text", "text": content}]
 
 
 def _clean(message: Any, where: str, opens_reasoning: bool) -> Message:
@@ -71,7 +82,8 @@ def _clean(message: Any, where: str, opens_reasoning: bool) -> Message:
         raise UsageError(f"{where}.role is {role!r}; needs one of {', '.join(ROLES)}", param=f"{where}.role")
     role = ROLES[role]
     fields = {name: value for name, value in message.items() if value is not None}
-    cleaned = fields | {"role": role, "content": _text(message.get("content"), f"{where}.content", role)}
+    content = _content(message.get("content"), f"{where}.content", role)
+    cleaned: Message = fields | {"role": role, "content": content}
     if role == "system":
         cleaned["content"] = BILLING_LINE.sub("", cleaned["content"])
     if role == "assistant":
@@ -89,7 +101,7 @@ def _clean(message: Any, where: str, opens_reasoning: bool) -> Message:
     return cleaned
 
 
-def _text(content: Any, where: str, role: str) -> str:
+def _content(content: Any, where: str, role: str) -> str | list[Message]:
     if content is None:
         return ""
     if isinstance(content, str):
@@ -101,7 +113,13 @@ def _text(content: Any, where: str, role: str) -> str:
         raise UsageError(
             f"{where} is of type {type(content).__name__}; needs a string or a list of parts", param=where
         )
-    texts = [_part_text(part, f"{where}[{i}]") for i, part in enumerate(content)]
+    parts = [_part(part, f"{where}[{i}]", role) for i, part in enumerate(content)]
+    if any(isinstance(part, ImageFile) for part in parts):
+        return [
+            {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part}
+            for part in parts
+        ]
+    texts = [part for part in parts if isinstance(part, str)]
     if role == "system":
         texts = [BILLING_LINE.sub("", text) for text in texts]
     # As Qwen3.5's own template joins them.
@@ -112,7 +130,7 @@ def _has_type(part: Any) -> bool:
     return isinstance(part, str) or (isinstance(part, Mapping) and isinstance(part.get("type"), str))
 
 
-def _part_text(part: Any, where: str) -> str:
+def _part(part: Any, where: str, role: str) -> str | ImageFile:
     if isinstance(part, str):
         return part
     if not isinstance(part, Mapping):
@@ -122,10 +140,18 @@ def _part_text(part: Any, where: str) -> str:
     kind = part.get("type")
     if kind in REASONING_PARTS:
         return ""
+    if isinstance(file := part.get("image"), ImageFile):
+        if role not in ("user", "tool"):
+            raise UsageError(
+                f"{where} is an image in a message of the role {role}; needs one of user or tool", param=where
+            )
+        return file
+    if kind in KINDS:
+        raise UsageError(f"{where} is an image, and only text is rendered here", param=where)
     field = "refusal" if kind == "refusal" else "text"
     if field == "text" and kind not in TEXT_PARTS:
         raise UsageError(
-            f"{where}.type is {kind!r}; the model reads text only, as {', '.join(TEXT_PARTS)}",
+            f"{where}.type is {kind!r}; needs one of {', '.join((*TEXT_PARTS, *KINDS))}",
             param=f"{where}.type",
         )
     if not isinstance(part.get(field), str):

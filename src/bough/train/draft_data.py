@@ -1,7 +1,6 @@
 """Training data: the target's own outputs for a set of prompts, stored as token ids, batched into blocks.
 
-Shards are written as outputs finish; a killed run loses only what was not written yet. Features are not
-stored: they are recomputed when needed.
+Shards are written as outputs finish; a killed run loses only what was not written yet.
 """
 
 import hashlib
@@ -305,6 +304,7 @@ class TokenData:
 
 @dataclass(frozen=True, slots=True)
 class TextBatch:
+    texts: np.ndarray  # [B] their numbers
     tokens: Tensor  # [B, n], padded at the end
     anchors: Tensor  # [B, M] positions where blocks begin, ascending
     labels: Tensor  # [B, M, K] tokens after the anchor
@@ -316,13 +316,14 @@ class TextBatch:
 
     def split(self, size: int) -> Iterator["TextBatch"]:
         """Yield micro-batches of at most `size` texts."""
-        fields = (each.split(size) for each in (self.tokens, self.anchors, self.labels, self.valid))
-        for tokens, anchors, labels, valid in zip(*fields, strict=True):
-            yield TextBatch(tokens, anchors, labels, valid, 0)
+        fields = (part.split(size) for part in (self.tokens, self.anchors, self.labels, self.valid))
+        for index, (tokens, anchors, labels, valid) in enumerate(zip(*fields, strict=True)):
+            texts = self.texts[index * size : (index + 1) * size]
+            yield TextBatch(texts, tokens, anchors, labels, valid, 0)
 
     def to(self, device: torch.device) -> "TextBatch":
-        moved = (each.to(device) for each in (self.tokens, self.anchors, self.labels, self.valid))
-        return TextBatch(*moved, real=self.real)
+        moved = (part.to(device) for part in (self.tokens, self.anchors, self.labels, self.valid))
+        return TextBatch(self.texts, *moved, real=self.real)
 
 
 def make_batch(data: TokenData, numbers: Sequence[int], *, anchors: int, block: int, seed: int) -> TextBatch:
@@ -345,6 +346,7 @@ def make_batch(data: TokenData, numbers: Sequence[int], *, anchors: int, block: 
     valid = (at < lengths[:, None, None]) & (np.arange(count) < used[:, None])[..., None]
     labels = np.take_along_axis(tokens, np.minimum(at, tokens.shape[1] - 1).reshape(len(texts), -1), 1)
     return TextBatch(
+        texts=np.array(numbers),
         tokens=torch.from_numpy(tokens),
         anchors=torch.from_numpy(starts),
         labels=torch.from_numpy(labels.reshape(at.shape)),

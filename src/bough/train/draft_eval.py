@@ -31,6 +31,7 @@ from bough.train.draft_export import WEIGHTS
 from bough.train.draft_loss import Head, Tally, block_loss
 from bough.train.draft_model import TrainedDraft
 from bough.train.draft_target import FeatureReader, Frozen, TrainingTarget
+from bough.train.features import FeatureStore
 from bough.train.mtp_export import MTP_TARGET, load_block, read_block
 from bough.train.mtp_model import TrainedMTP
 
@@ -53,7 +54,7 @@ class Evaluation:
 @torch.no_grad()
 def evaluate(
     model: TrainedDraft | TrainedMTP,
-    reader: FeatureReader,
+    features: FeatureStore,
     frozen: Frozen,
     batches: Sequence[TextBatch],
     *,
@@ -62,7 +63,7 @@ def evaluate(
     total: Tally | None = None
     accepted: list[int] = []
     for batch in batches:
-        hidden = block_rows(model, reader, frozen, batch)
+        hidden = block_rows(model, features, frozen, batch)
         tally = block_loss(
             hidden,
             batch.labels,
@@ -85,11 +86,11 @@ def evaluate(
 
 
 def block_rows(
-    model: TrainedDraft | TrainedMTP, reader: FeatureReader, frozen: Frozen, batch: TextBatch
+    model: TrainedDraft | TrainedMTP, features: FeatureStore, frozen: Frozen, batch: TextBatch
 ) -> Tensor:
     """Return the hidden states [B, M, T, width] of the batch's blocks; matmuls run in bfloat16 on a GPU."""
     with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=batch.tokens.is_cuda):
-        return model(reader(batch.tokens), model.inputs(frozen, batch), batch.anchors)
+        return model(features(batch), model.inputs(frozen, batch), batch.anchors)
 
 
 def _tree_acceptance(

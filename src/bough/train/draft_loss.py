@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
+from bough.train.cross_entropy import label_costs, to_gradients
 from bough.train.draft_model import TrainedSelector
 
 LossKind = Literal["dpace", "decay"]
@@ -115,6 +116,8 @@ class Head:
 class TokenSelection:
     """The selector's share of the loss: which of a position's candidates follows the token before."""
 
+    best: Tensor  # [C, K, n] rows of the head: the candidates
+    logits: Tensor  # [C, K, n] of them, a leaf
     cost: Tensor  # [C, K] cross entropy of the labels among the candidates
     right: Tensor  # [C, K] bool: the label has the best score
     recalled: Tensor  # [C, K] bool: it is among the candidates
@@ -128,17 +131,17 @@ def selection(
     A label that is missing takes the place of the last candidate. On the path that is accepted every token
     before is the true one, so that `right` is what the engine will find.
     """
-    best = logits.detach().topk(selector.candidates, -1).indices
+    best = logits.topk(selector.candidates, -1).indices
     rows = head.rows_of(labels)
     matches = best == rows[..., None]
     recalled = matches.any(-1)
     best[..., -1] = torch.where(recalled, best[..., -1], rows)
     place = torch.where(recalled, matches.int().argmax(-1), best.shape[-1] - 1)
     before = torch.cat([anchors[:, None], labels[:, :-1]], 1)
-    chosen = selector(hidden, before[..., None], head.tokens_of(best))[..., 0, :]
-    scores = logits.gather(-1, best) + chosen
+    scored = logits.gather(-1, best).float().requires_grad_(torch.is_grad_enabled())
+    scores = scored + selector(hidden, before[..., None], head.tokens_of(best))[..., 0, :]
     cost = cross_entropy(scores.flatten(0, 1), place.flatten(), reduction="none").view_as(place)
-    return TokenSelection(cost, (scores.argmax(-1) == place) & recalled, recalled)
+    return TokenSelection(best, scored, cost, (scores.argmax(-1) == place) & recalled, recalled)
 
 
 def block_loss(
@@ -162,28 +165,35 @@ def block_loss(
     rows = hidden.detach()[:, :, 1:].flatten(0, 1)  # [C, K, width]
     labels, valid = labels.flatten(0, 1), valid.flatten(0, 1)
     tally = Tally.zero(labels.shape[1], hidden.device)
-    count = valid.sum().clamp(min=1)
+    factor = scale / valid.sum().clamp(min=1)
     size = max(1, _LOGITS // (labels.shape[1] * len(head.weights)))
     gradients = []
     roots = labels[:, 0] if anchors is None else anchors.flatten()
-    parts = (each.split(size) for each in (rows, labels, valid, roots))
+    parts = (part.split(size) for part in (rows, labels, valid, roots))
     for group, labels_of, counted, root in zip(*parts, strict=True):
-        group = group.detach().requires_grad_(train)
-        logits = linear(group.to(head.weights.dtype), head.weights).float()
-        rows = head.rows_of(labels_of)
-        cost = cross_entropy(logits.flatten(0, 1), rows.flatten(), reduction="none").view_as(labels_of)
-        if selector is None:
-            right, recalled, choice = logits.argmax(-1) == rows, torch.zeros_like(counted), cost * 0
-        else:
-            assert anchors is not None
-            selected = selection(selector, group, logits, labels_of, root, head)
-            right, recalled, choice = selected.right, selected.recalled, selected.cost
         with torch.no_grad():
-            tally.add(cost, right, counted, recalled)
-            weights = block_weights(cost, counted, kind)
+            logits = linear(group.to(head.weights.dtype), head.weights)
+            targets = head.rows_of(labels_of).flatten()
+            costs = label_costs(logits.flatten(0, 1), targets)
+        cost, right = costs.cost.view_as(labels_of), costs.right.view_as(labels_of)
+        weights = block_weights(cost, counted, kind)
+        recalled, selected = torch.zeros_like(counted), None
+        if selector is not None:
+            assert anchors is not None
+            group = group.detach().requires_grad_(train)
+            selected = selection(selector, group, logits, labels_of, root, head)
+            right, recalled = selected.right, selected.recalled
+            if train:
+                (selected.cost * weights).sum().mul(factor).backward()
+        tally.add(cost, right, counted, recalled)
         if train:
-            ((cost + choice) * weights).sum().mul(scale / count).backward()
-            gradients.append(group.grad)
+            to_gradients(logits.flatten(0, 1), targets, costs.total, weights.flatten())
+            if selected is not None:
+                assert selected.logits.grad is not None
+                choice = selected.logits.grad / factor
+                logits.scatter_add_(-1, selected.best, choice.to(logits.dtype))
+            gradient = (logits @ head.weights).float() * factor
+            gradients.append(gradient if group.grad is None else gradient + group.grad)
     if train:
         gradient = torch.zeros_like(hidden)
         gradient[:, :, 1:] = torch.cat(gradients).view_as(gradient[:, :, 1:])

@@ -39,6 +39,7 @@ from bough.train.draft_loss import Head, Tally, block_loss
 from bough.train.draft_model import TrainedDraft, new_spec
 from bough.train.draft_settings import Event, Saved, TrainConfig, TrainingProgress, TrainingResult
 from bough.train.draft_target import FeatureReader, Frozen, TrainingTarget, mask_token
+from bough.train.features import FeatureStore
 from bough.train.files import write_json, write_whole
 from bough.train.mtp_export import MTP_TARGET, export_mtp
 from bough.train.mtp_model import MTPSpec, TrainedMTP
@@ -54,6 +55,7 @@ _RESTART_STEPS = 40  # over which the rate rises where the optimiser begins anew
 _CLIP = 1.0  # gradient norm
 _EVALUATIONS = 10  # per run
 _MEMORY = 0.5  # share of the free memory that activations may take
+_STORED = 0.4  # share of the free memory for the features of texts that were read
 _EMA_DECAY = 0.95  # of the displayed averages, per step
 _MOST_FAULTS = 20  # consecutive steps with a non-finite gradient
 _PROMPTS, _OUTPUT = 8, 128  # held-out prompts decoded in the engine, and tokens per output
@@ -117,7 +119,7 @@ class Trainer:
             self._open()
         elif resume and config.portable is not None:
             self._open_portable(config.portable)
-        self._reader = FeatureReader(target.decoder, self.spec.taps)
+        self._features = self._feature_store()
         self._frozen = Frozen(target.decoder, self.spec.mask_id, self.spec.block_size)
         self._head = self._training_head()
         if config.batch % self._ranks.count:
@@ -136,6 +138,17 @@ class Trainer:
     @property
     def _weights(self) -> dict[str, Tensor]:
         return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+
+    def _feature_store(self) -> FeatureStore:
+        reader = FeatureReader(self._target.decoder, self.spec.taps)
+        # A draft's first matmul rounds them on a GPU; an MTP block norms them before.
+        rounded = self._target.device.type == "cuda" and isinstance(self.model, TrainedDraft)
+        return FeatureStore(
+            reader,
+            self._data.lengths,
+            dtype=torch.bfloat16 if rounded else torch.float32,
+            room=int(_STORED * available_memory(self._target.device)),
+        )
 
     def _training_head(self) -> Head:
         """Return the head that the training loss compares tokens by: all of it, or a part."""
@@ -214,7 +227,7 @@ class Trainer:
         for micro in batch.split(self._micro):
             share_of_labels = int(micro.valid.sum()) / labels
             micro = micro.to(self._target.device)
-            hidden = block_rows(self.model, self._reader, self._frozen, micro)
+            hidden = block_rows(self.model, self._features, self._frozen, micro)
             tally.merge(
                 block_loss(
                     hidden,
@@ -287,7 +300,7 @@ class Trainer:
         if not self._ranks.first:
             return None
         state = self._state
-        evaluation = evaluate(self.model, self._reader, self._frozen, self._evaluated, step=state.step)
+        evaluation = evaluate(self.model, self._features, self._frozen, self._evaluated, step=state.step)
         seen = min(state.step * self._config.batch, len(self._train))
         place = {"answers": seen, "tokens": state.tokens, "seconds": round(state.elapsed, 1)}
         state.history.append(asdict(evaluation) | place | {"train_loss": self._running.mean_loss})

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from bough.cli.chat import conversation as saved
 from bough.cli.chat.conversation import ChatSettings, Conversation, Message
 from bough.errors import UsageError
+from bough.images.opening import ImageFile
+from tests.images.files import encoded, quarters
 
 TURNS = st.builds(
     Message,
@@ -120,3 +122,31 @@ def test_turns():
     assert conversation.take_reply() == Message("assistant", "b", "thought")
     assert conversation.take_reply() is None
     assert conversation.undo() == "a" and conversation.undo() is None
+
+
+def test_pictures_are_saved_and_loaded(tmp_path):
+    path = tmp_path / "talk.json"
+    images = tuple(ImageFile(encoded(quarters(), form)) for form in ("PNG", "JPEG", "WEBP", "GIF"))
+    conversation = Conversation(None, [Message("user", "look", images=images), Message("assistant", "yes")])
+    saved.save(path, conversation, ChatSettings(), model="a model")
+    assert saved.load(path)[0] == conversation
+    urls = [part["image_url"]["url"] for part in json.loads(path.read_text())["messages"][0]["content"][:-1]]
+    assert [url.partition(";")[0] for url in urls] == [
+        f"data:image/{kind}" for kind in ("png", "jpeg", "webp", "gif")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([{"type": "image_url", "image_url": {"url": "https://a.example/b.png"}}], "is not fetched"),
+        ([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "needs a text and images"),
+        ([{"type": "text"}], "needs a text and images"),
+        ([5], "needs a text"),
+    ],
+)
+def test_parts_that_are_no_picture(tmp_path, content, message):
+    path = tmp_path / "talk.json"
+    path.write_text(json.dumps([{"role": "user", "content": content}]))
+    with pytest.raises(UsageError, match=message):
+        saved.load(path)

@@ -1,5 +1,6 @@
 """A chat with servers: what is sent, what is shown, and what is said of servers of another kind."""
 
+import base64
 import json
 import socket
 
@@ -8,6 +9,7 @@ import pytest
 from bough.errors import UsageError
 from bough.session.remote import RemoteSession, ServerFailed, address
 from tests.cli.chat_server import ChatServer, echo, thought
+from tests.images.files import encoded, quarters
 
 
 @pytest.fixture(autouse=True)
@@ -185,3 +187,14 @@ def test_a_conversation_with_another_model_says_so(bough, tmp_path):
     with ChatServer(echo) as server:
         result = bough("chat", "--url", server.url, "--load", path, stdin="")
     assert "They were written with other; served-model goes on with them." in result.stderr
+
+
+def test_a_picture_is_sent_as_a_data_url(bough, tmp_path):
+    data = encoded(quarters(), "PNG")
+    (tmp_path / "a.png").write_bytes(data)
+    with ChatServer(lambda _: ["yes"]) as server:
+        result = bough("chat", "--url", server.url, stdin=f"/image {tmp_path}/a.png\nlook\n")
+    assert result.exit_code == 0, result.stderr
+    image, text = server.requests[0]["messages"][0]["content"]
+    assert text == {"type": "text", "text": "look"}
+    assert image["image_url"]["url"] == f"data:image/png;base64,{base64.b64encode(data).decode()}"

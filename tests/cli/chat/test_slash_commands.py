@@ -15,7 +15,9 @@ from bough.cli.chat.backend import Event, ReplyEnd
 from bough.cli.chat.conversation import ChatSettings, Conversation, Message
 from bough.cli.chat.loop import Chat, _as_ours
 from bough.errors import BoughError, PromptTooLong, UsageError
+from bough.images.opening import ImageFile
 from bough.session.events import Reasoning, Text
+from tests.images.files import encoded, quarters
 
 
 class Parrot:
@@ -24,6 +26,7 @@ class Parrot:
     name = "Parrot"
     about = "on a perch"
     breakable = False
+    sees = True
 
     def __init__(self) -> None:
         self.asked: list[tuple[list[Any], ChatSettings, int]] = []
@@ -381,3 +384,27 @@ def test_another_model(talk, parrot, capsys):
     chat.switch("other")
     assert chat.backend.name == "Other" and chat.settings.thinking is None
     assert "it does not think" in capsys.readouterr().err.lower()
+
+
+def test_a_picture_goes_with_the_next_message(talk, parrot, tmp_path, capsys):
+    data = encoded(quarters(), "PNG")
+    (tmp_path / "a b.png").write_bytes(data)
+    chat = talk(f"/image {tmp_path}/a b.png", "What is it?", "And now?")
+    assert "a b.png, 48 x 32 pixels, goes with the next message" in capsys.readouterr().err
+    image = {"type": "image", "image": ImageFile(data)}
+    first = {"role": "user", "content": [image, {"type": "text", "text": "What is it?"}]}
+    assert parrot.asked[0][0] == [first] and parrot.asked[1][0][0] == first
+    assert parrot.asked[1][0][-1]["content"] == "And now?" and not chat.images
+
+
+def test_pictures_that_are_none(talk, parrot, tmp_path, capsys):
+    (tmp_path / "a.png").write_bytes(b"hello")
+    chat = talk(f"/image {tmp_path}/a.png", "/image", f"/image {tmp_path}/no.png")
+    said = capsys.readouterr().err
+    assert "a.png has 5 bytes that are no JPEG, PNG, WebP or GIF" in said
+    assert "/image needs a path" in said and "cannot be read: No such file" in said and not chat.images
+    (tmp_path / "a.png").write_bytes(encoded(quarters(), "PNG"))
+    assert not talk(f"/image {tmp_path}/a.png", "/image none").images
+    parrot.sees = False
+    talk(f"/image {tmp_path}/a.png")
+    assert "Parrot was loaded without its image encoder" in capsys.readouterr().err

@@ -1,8 +1,8 @@
-"""What generates the replies of a chat: the protocol, and a session that is loaded here."""
+"""What generates the replies of a chat: a session that is loaded here; remote.py has a server."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Union
 
 from bough.cli import report
 from bough.cli.chat.conversation import OPTIONS, ChatSettings
@@ -11,6 +11,7 @@ from bough.errors import UsageError
 from bough.session.events import Finished, Progress, Reasoning, Text
 
 if TYPE_CHECKING:
+    from bough.cli.chat.remote import RemoteBackend
     from bough.session.session import Session
 
 
@@ -25,37 +26,8 @@ class ReplyEnd:
 Event = Progress | Reasoning | Text | ReplyEnd
 
 
-class Backend(Protocol):
-    @property
-    def name(self) -> str: ...  # of the model
-    @property
-    def about(self) -> str: ...  # where it runs and how much it holds, as far as is known
-    @property
-    def breakable(self) -> bool: ...  # a reply may be abandoned at any moment, without a request to stop
-    def check(self, settings: ChatSettings) -> None:
-        """Raise UsageError for settings that cannot be honoured."""
-        ...
-
-    def defaults(self, settings: ChatSettings) -> Mapping[str, float]:
-        """Return the values of settings that are not set, where the backend has them."""
-        ...
-
-    def reply(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        settings: ChatSettings,
-        *,
-        seed: int,
-        cancelled: Callable[[], bool],
-    ) -> Generator[Event]: ...
-
-
-# Finds a model and returns what loads it; raises if there is none of this name.
-ModelSource = Callable[[str | None], Callable[[], Backend]]
-
-
 class LocalBackend:
-    breakable = False
+    breakable = False  # whether a reply may be abandoned at any moment, without a request to stop
 
     def __init__(self, session: "Session", *, name: str, speculating: bool, drafted: bool):
         """Answer with a loaded session. speculating: the engine proposes tokens; drafted: it has a draft."""
@@ -68,13 +40,19 @@ class LocalBackend:
     def about(self) -> str:
         return summary(self._session, drafted=self._drafted, speculating=self._speculating)
 
+    @property
+    def sees(self) -> bool:
+        return self._session.images is not None
+
     def check(self, settings: ChatSettings) -> None:
+        """Raise UsageError for settings that cannot be honoured."""
         if settings.thinking is not None and not self._session.template.supports_thinking:
             raise UsageError(f"{self.name} has no switch for thinking in its chat template")
         if settings.draft_budget and not self._speculating:
             raise UsageError("the model was loaded without a draft", "start the chat without --no-draft")
 
     def defaults(self, settings: ChatSettings) -> Mapping[str, float]:
+        """Return the values of settings that are not set, as far as they are known."""
         sampling = self._session.sampling_for(settings.thinking)
         values = {name: getattr(sampling, name, None) for name in OPTIONS}
         return {name: value for name, value in values.items() if value is not None}
@@ -115,3 +93,8 @@ class LocalBackend:
         line = report.line(finished, plain=plain, sampled=sampled, interrupted=interrupted)
         details = {"model": self.name, "finish_reason": finished.reason} | report.statistics(finished.stats)
         return ReplyEnd(line, details, finished.stats.decode_tok_s, finished.stats.notes)
+
+
+Backend = Union[LocalBackend, "RemoteBackend"]
+# Finds a model and returns what loads it; raises if there is none of this name.
+ModelSource = Callable[[str | None], Callable[[], Backend]]

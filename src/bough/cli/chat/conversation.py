@@ -12,6 +12,8 @@ from typing import Any
 from bough.cli.values import unescape
 from bough.config import EFFORTS
 from bough.errors import UsageError
+from bough.images.opening import ImageFile, ImageLimits
+from bough.images.parts import with_data_urls, with_images
 
 FORMAT = "bough-chat-1"
 MAX_FILE = 64 << 20  # bytes; no conversation that fits in a context is longer
@@ -125,10 +127,18 @@ class Message:
     content: str
     reasoning: str = ""
     stopped: bool = False  # by the user or an error, before its end
+    images: tuple[ImageFile, ...] = ()  # before the text
 
     def as_dict(self) -> dict[str, Any]:
         extra = {"reasoning_content": self.reasoning, "stopped": self.stopped}
-        return {"role": self.role, "content": self.content} | {k: v for k, v in extra.items() if v}
+        [message] = with_data_urls([self.request()])
+        return {**message} | {k: v for k, v in extra.items() if v}
+
+    def request(self) -> dict[str, Any]:
+        """Return the message in OpenAI's format."""
+        images = [{"type": "image", "image": each} for each in self.images]
+        parts = [*images, {"type": "text", "text": self.content}]
+        return {"role": self.role, "content": parts if images else self.content}
 
 
 @dataclass(slots=True)
@@ -140,7 +150,7 @@ class Conversation:
     def request(self) -> list[dict[str, Any]]:
         """Return the messages in OpenAI's format."""
         system = [{"role": "system", "content": self.system}] if self.system else []
-        return system + [{"role": each.role, "content": each.content} for each in self.messages]
+        return system + [each.request() for each in self.messages]
 
     def undo(self) -> str | None:
         """Remove the last user message and its reply; return the message."""
@@ -242,8 +252,21 @@ def _message(entry: Any, index: int) -> Message:
     if not isinstance(entry, dict) or entry.get("role") not in ROLES:
         role = entry.get("role") if isinstance(entry, dict) else entry
         raise UsageError(f"messages[{index}].role is {role!r}; needs user or assistant")
-    content = entry.get("content")
+    content, images = _content(entry.get("content"), index)
     reasoning = entry.get("reasoning_content") or ""
     if not isinstance(content, str) or not isinstance(reasoning, str):
         raise UsageError(f"messages[{index}].content is {content!r}; needs a text")
-    return Message(entry["role"], content, reasoning, entry.get("stopped") is True)
+    return Message(entry["role"], content, reasoning, entry.get("stopped") is True, images)
+
+
+def _content(content: Any, index: int) -> tuple[Any, tuple[ImageFile, ...]]:
+    """Return the text of a message, and its images where it has parts."""
+    if not isinstance(content, list):
+        return content, ()
+    [message] = with_images([{"content": content}], ImageLimits(images=len(content)))
+    texts = [part for part in message["content"] if not isinstance(part, dict) or "image" not in part]
+    sound = all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in texts)
+    if not sound or len(texts) > 1:
+        raise UsageError(f"messages[{index}].content is {texts!r}; needs a text and images")
+    images = [part["image"] for part in message["content"] if isinstance(part, dict) and "image" in part]
+    return "".join(part["text"] for part in texts), tuple(images)

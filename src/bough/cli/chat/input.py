@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from bough.config import environment
 from bough.session.folders import state_folder
@@ -14,14 +14,11 @@ from bough.session.folders import state_folder
 PROMPT = "› "
 
 
-class Source(Protocol):
-    def ask(self) -> str:
-        """Return a message or command; raise EOFError at the end and KeyboardInterrupt on Ctrl-C."""
-        ...
-
-
 class Lines:
-    """Lines of standard input; a backslash at the end of a line joins the next one to it."""
+    """Lines of standard input; a backslash at the end of a line joins the next one to it.
+
+    At their end EOFError is raised.
+    """
 
     def __init__(self) -> None:
         if isinstance(sys.stdin, io.TextIOWrapper):

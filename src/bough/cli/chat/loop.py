@@ -11,15 +11,16 @@ from bough.cli.chat import conversation as saved
 from bough.cli.chat import slash_commands
 from bough.cli.chat.backend import Backend, ModelSource, ReplyEnd
 from bough.cli.chat.conversation import ChatSettings, Conversation, Message
-from bough.cli.chat.input import Keyboard, Lines, Source, history_file, unechoed
-from bough.cli.chat.screen import ChatReply, PlainReply, TerminalReply, on_terminal
+from bough.cli.chat.input import Keyboard, Lines, history_file, unechoed
+from bough.cli.chat.screen import PlainReply, TerminalReply, on_terminal
 from bough.cli.interrupt import Interrupt
 from bough.cli.streams import OutputFailed
 from bough.errors import BoughError, PromptTooLong, UsageError
+from bough.images.opening import ImageFile
 from bough.session.collected import GeneratedOutput
 
 LEAVING = ("exit", "quit", "bye")  # alone in a line, as in other programs
-# Sampling of the next tries where /regen gave a text that was there: of 20 jokes of a 0.5B 1, 9 and 18 differ.
+# Sampling of the next tries where /regen gave a text that was there; of a 0.5B's 20 jokes 1, 9 and 18 differ.
 WARMER = ({"temperature": 1.0, "top_p": 0.95}, {"temperature": 1.3, "top_p": 0.95})
 SHORT = 1000  # characters: a longer text that comes again is a copy of the prompt, and takes long
 
@@ -33,7 +34,7 @@ class LastReply:
     draft_budget: int | None
     tok_s: float
     earlier: tuple[str, ...] = ()  # replies to the same message
-    warmer: Mapping[str, float] = field(default_factory=dict)  # what was sampled with in place of the settings
+    warmer: Mapping[str, float] = field(default_factory=dict)  # sampling in place of the settings'
 
 
 class Chat:
@@ -53,6 +54,7 @@ class Chat:
         self.settings = settings
         self.screen = screen
         self.attachments: list[tuple[str, str]] = []  # names and texts, for the next message
+        self.images: list[ImageFile] = []  # for the next message, too
         self.path = path  # where it was last saved or loaded
         self.ended: ReplyEnd | None = None
         self._last: LastReply | None = None
@@ -68,7 +70,7 @@ class Chat:
 
     def run(self) -> int:
         """Run until the user leaves; return the exit code."""
-        source: Source = Lines()
+        source: Lines | Keyboard = Lines()
         if self._terminal:
             source = Keyboard(history_file(), slash_commands.complete)
             self.screen.note(f"{self.backend.name} · {self.backend.about}")
@@ -81,7 +83,7 @@ class Chat:
             except EOFError:
                 return self._exit_code
 
-    def _turn(self, source: Source) -> None:
+    def _turn(self, source: Lines | Keyboard) -> None:
         """Read one line and handle it; show errors that do not end the chat."""
         try:
             if self._terminal:
@@ -187,13 +189,14 @@ class Chat:
             raise EOFError
         if slash_commands.run(self, line):
             return
-        message = Message("user", self._with_files(line))
+        message = Message("user", self._with_files(line), images=tuple(self.images))
         self.conversation.messages.append(message)
         try:
             self._answer(self._seed(), {})
         finally:
             if self.answered:
                 self.attachments.clear()
+                self.images.clear()
             else:
                 self.conversation.undo()
 
@@ -216,7 +219,7 @@ class Chat:
     def _answer(self, seed: int, warmer: Mapping[str, float]) -> None:
         """Stream a reply and append it to the conversation, incomplete if it was interrupted."""
         settings = replace(self.settings, values={**self.settings.values, **warmer})
-        reply: ChatReply = TerminalReply() if self._terminal else PlainReply(quiet=self._quiet)
+        reply = TerminalReply() if self._terminal else PlainReply(quiet=self._quiet)
         stop = Interrupt(patience_s=0 if self.backend.breakable else None)
         received, ended = GeneratedOutput(), None
         failure: BoughError | None = None

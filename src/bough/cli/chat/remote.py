@@ -7,11 +7,13 @@ from urllib.parse import urlsplit
 from bough.cli.chat.backend import Event, ReplyEnd
 from bough.cli.chat.conversation import ChatSettings
 from bough.errors import UsageError
+from bough.images.parts import with_data_urls
 from bough.session.remote import OURS, RemoteEnd, RemoteSession, ServerFailed
 
 
 class RemoteBackend:
     breakable = True
+    sees = True  # else the server says so
 
     def __init__(self, session: RemoteSession):
         self.name, self._session = session.name, session
@@ -49,7 +51,7 @@ class RemoteBackend:
     def _body(
         self, messages: Sequence[Mapping[str, Any]], settings: ChatSettings, seed: int
     ) -> dict[str, Any]:
-        body: dict[str, Any] = {"messages": list(messages), **settings.values}
+        body: dict[str, Any] = {"messages": with_data_urls(messages), **settings.values}
         if self._session.ours:
             body |= {"seed": seed, OURS: {"budget": settings.draft_budget}}
         if settings.stop:

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import IO, Protocol, Self
+from typing import IO, Self
 
 from rich.cells import cell_len
 from rich.color import ColorSystem
@@ -20,7 +20,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 from bough.cli import view
-from bough.cli.chat.stream import MarkdownStream, PlainStream, ReplyStream
+from bough.cli.chat.stream import MarkdownStream, PlainStream
 from bough.cli.streams import delivered, tolerated
 from bough.config import environment
 
@@ -32,14 +32,6 @@ SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 BEGIN, END = "\x1b[?2026h", "\x1b[?2026l"
 # A row that is wider than computed is cut instead of becoming two rows.
 UNWRAPPED, WRAPPED = "\x1b[?7l", "\x1b[?7h"
-
-
-class ChatReply(view.Reply, Protocol):
-    """Shows one reply; entered before it begins."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *_: object) -> None: ...
 
 
 class Painter:
@@ -123,7 +115,7 @@ class TerminalReply:
 
     def __init__(self) -> None:
         self._painter = Painter(sys.stdout, _size)
-        self._stream: ReplyStream | None = None
+        self._stream: MarkdownStream | PlainStream | None = None
         self._kind = ""
         self._status = "Waiting"
         self._begun = time.perf_counter()

@@ -16,6 +16,7 @@ from bough.cli.chat.conversation import NAMES, OPTIONS, STOP
 from bough.cli.chat.screen import on_terminal
 from bough.config import EFFORTS
 from bough.errors import UsageError
+from bough.images.opening import ImageLimits, image_file, image_size
 
 if TYPE_CHECKING:
     from bough.cli.chat.loop import Chat
@@ -84,6 +85,7 @@ def _exit(chat: "Chat", argument: str) -> None:
 def _clear(chat: "Chat", argument: str) -> None:
     chat.conversation.messages.clear()
     chat.attachments.clear()
+    chat.images.clear()
     stays = " The system message stays." if chat.conversation.system else ""
     chat.screen.note(f"A new conversation.{stays}")
 
@@ -197,6 +199,24 @@ def _file(chat: "Chat", argument: str) -> None:
     text = _text(path)
     chat.attachments.append((path.name, text))
     chat.screen.note(f"{path.name}, {len(text):,} characters, goes with the next message.")
+
+
+def _image(chat: "Chat", argument: str) -> None:
+    if argument == "none":
+        chat.images.clear()
+        chat.screen.note("No picture goes with the next message.")
+        return
+    if not argument:
+        raise UsageError("/image needs a path", "/image photo.jpg, then ask about it")
+    if not chat.backend.sees:
+        raise UsageError(
+            f"{chat.backend.name} was loaded without its image encoder", "`mmproj` names its file"
+        )
+    path = _path(argument)
+    file = image_file(path, where=path.name)
+    width, height = image_size(file.data, ImageLimits(), where=path.name)
+    chat.images.append(file)
+    chat.screen.note(f"{path.name}, {width} x {height} pixels, goes with the next message.")
 
 
 def _text(path: Path) -> str:
@@ -315,6 +335,7 @@ COMMANDS: Mapping[str, SlashCommand] = {
     ),
     "model": SlashCommand("/model [NAME]", "show the model, or go on with another one", _model),
     "file": SlashCommand("/file PATH", "send a text file with the next message", _file, path=True),
+    "image": SlashCommand("/image PATH|none", "send a picture with the next message", _image, path=True),
     "save": SlashCommand("/save [PATH]", "write the conversation to a file", _save, path=True),
     "load": SlashCommand("/load PATH", "go on with a saved conversation", _load, path=True),
     "copy": SlashCommand(

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from markdown_it.tree import SyntaxTreeNode
 from rich.text import Text
@@ -17,14 +16,6 @@ UNDECIDED = re.compile(r"(?:[*_`~]+|!?\[[^\]\n]{0,80}(?:\](?:\([^)\s]*)?)?)\Z")
 FENCE_BEGUN = re.compile(r"(?:^|\n) {0,3}(?:```|~~~)[^\n]*\Z")
 
 Rows = list[Text]
-
-
-class ReplyStream(Protocol):
-    def push(self, text: str) -> None: ...
-
-    def take(self, width: int, *, final: bool = False) -> tuple[Rows, Rows]:
-        """Return the rows that became final since the last call, and those that are not."""
-        ...
 
 
 class PlainStream:
@@ -41,6 +32,7 @@ class PlainStream:
         self._begun = self._begun or bool(self._source)
 
     def take(self, width: int, *, final: bool = False) -> tuple[Rows, Rows]:
+        """Return the rows that became final since the last call, and those that are not."""
         source = self._source.rstrip() if final else self._source
         *lines, last = source.split("\n")
         settled = [row for line in lines for row in self._rows(line, width)]

@@ -4,6 +4,7 @@ import { getJson, health } from "./api.js";
 import { Conversation } from "./conversation.js";
 import { connectChats, connectSettings, showDefaults } from "./dialogs.js";
 import { Panel } from "./panel.js";
+import { PendingPictures, prunePictures, readPicture } from "./pictures.js";
 import { chats, draft, key, settings as storedSettings, theme } from "./store.js";
 
 const $ = (id) => document.getElementById(id);
@@ -32,8 +33,10 @@ let following = true;
 let healthTimer = 0;
 let triedKey = null;
 let readTimer = 0;
+let sees = true;
 
 const panel = new Panel();
+const pending = new PendingPictures($("pictures"), () => readSoon());
 const conversation = new Conversation($("messages"), {
   panel,
   getSettings: () => settings,
@@ -49,10 +52,14 @@ function showContext(tokens) {
   $("context-text").textContent = `${tokens.toLocaleString("en")} of ${maxContext.toLocaleString("en")} tokens`;
 }
 
-/** Puts the text of files into the message, where it can be seen and shortened, and lets the server read it. */
+/** Adds pictures to the message, and the text of other files, where it can be seen and shortened; lets the server read it. */
 async function attach(files) {
   const parts = [];
   for (const file of files) {
+    if (file.type.startsWith("image/") && file.type !== "image/svg+xml") {
+      await attachPicture(file);
+      continue;
+    }
     const text = file.size > LARGEST_FILE ? null : await file.text();
     if (text === null || /\0|\uFFFD/.test(text)) {
       $("status").textContent = text === null ? `${file.name} has more than 4 MiB.` : `${file.name} is not a text file.`;
@@ -65,6 +72,18 @@ async function attach(files) {
   setPrompt(parts.join("") + $("prompt").value);
   readSoon(0);
   $("prompt").focus();
+}
+
+async function attachPicture(file) {
+  if (!sees) {
+    $("status").textContent = "The model was loaded without its image encoder: it cannot see pictures.";
+    return;
+  }
+  try {
+    pending.add(await readPicture(file));
+  } catch {
+    $("status").textContent = `${file.name} is not a picture that this browser can show.`;
+  }
 }
 
 function change(values) {
@@ -100,16 +119,17 @@ function setPrompt(text) {
 function readSoon(wait = PAUSE_MS) {
   clearTimeout(readTimer);
   const text = $("prompt").value;
-  if (text.length < READ_AHEAD) return conversation.stopReading();
-  readTimer = setTimeout(() => conversation.running || conversation.readAhead(text), wait);
+  const { pictures } = pending;
+  if (text.length < READ_AHEAD && !pictures.length) return conversation.stopReading();
+  readTimer = setTimeout(() => conversation.running || conversation.readAhead(text, pictures), wait);
 }
 
 function submit() {
   const text = $("prompt").value;
-  if (!text.trim() || conversation.abort) return;
+  if ((!text.trim() && !pending.pictures.length) || conversation.abort) return;
   following = true;
   clearTimeout(readTimer);
-  const sent = conversation.send(text);
+  const sent = conversation.send(text, pending.take());
   // Clear the field only after the chat with this text is saved.
   setPrompt("");
   return sent;
@@ -227,6 +247,8 @@ async function fetchModelName() {
     const chosen = models.find(({ id }) => id === settings.model) ?? models.find(({ loaded }) => loaded) ?? models[0];
     modelName = chosen?.id ?? "";
     maxContext = chosen?.max_model_len ?? 0;
+    // Of a model that is not loaded the server does not know.
+    sees = chosen?.architecture?.input_modalities?.includes("image") ?? true;
     showContext(usedContext);
     showModels(models);
     getJson("props", { key: key.load() }).then(describe, () => {});
@@ -249,11 +271,19 @@ $("prompt").addEventListener("input", () => {
   fitPrompt();
   readSoon();
 });
-$("composer").addEventListener("dragover", (event) => event.preventDefault());
-$("composer").addEventListener("drop", (event) => {
+// Anywhere: a browser would leave the page for a file that is dropped beside the field.
+document.addEventListener("dragover", (event) => event.dataTransfer.types.includes("Files") && event.preventDefault());
+document.addEventListener("drop", (event) => {
   if (!event.dataTransfer.files.length) return;
   event.preventDefault();
   attach(event.dataTransfer.files);
+});
+$("prompt").addEventListener("paste", (event) => {
+  const images = [...event.clipboardData.files].filter(({ type }) => type.startsWith("image/"));
+  // Programs put a picture of copied text beside it.
+  if (!images.length || event.clipboardData.types.includes("text/plain")) return;
+  event.preventDefault();
+  attach(images);
 });
 $("prompt").addEventListener("keydown", (event) => {
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
@@ -327,6 +357,7 @@ addEventListener("pagehide", () => chats.save(conversation.chat));
 addEventListener("resize", fitPrompt);
 document.addEventListener("visibilitychange", () => document.hidden || checkHealth());
 
+prunePictures([...chats.list(), conversation.chat]);
 showPanel(!narrow.matches && (settings.panel ?? true), { save: false });
 setPrompt(draft.load());
 follow();

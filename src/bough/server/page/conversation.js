@@ -3,6 +3,7 @@
 import { RequestFailed, prefill } from "./api.js";
 import { askForKey } from "./dialogs.js";
 import { MessageView } from "./messages.js";
+import { keepPictures, loadPictures, withPictures } from "./pictures.js";
 import { chats, key } from "./store.js";
 import { Trace, firstDifference } from "./trace.js";
 import { noteInWords, progressInWords, runTurn } from "./turn.js";
@@ -20,7 +21,7 @@ const optional = (name, value) => (value === "" ? {} : { [name]: Number(value) }
 /** Returns the body of a chat request. It always has a seed, so that the answer can be repeated. */
 function requestBody(messages, settings, { model, seed, budget, trees }) {
   // Skip answers that have no text.
-  const history = messages.filter(({ content }) => content).map(({ role, content }) => ({ role, content }));
+  const history = messages.filter(({ content, images }) => content || images?.length).map((message) => ({ role: message.role, content: withPictures(message) }));
   if (settings.system.trim()) history.unshift({ role: "system", content: settings.system });
   return {
     model,
@@ -66,6 +67,10 @@ export class Conversation {
     for (const message of chat.messages) if (message.state === "writing") message.state = "stopped";
     this.host.replaceChildren();
     for (const message of chat.messages) this.#show(message);
+    this.loading = loadPictures(chat.messages)?.then(() => {
+      this.loading = null;
+      if (chat === this.chat) for (const view of this.views) view.refresh();
+    });
     this.panel.clear();
     this.hooks.onStatus("");
     this.hooks.onContext(chat.messages.findLast((message) => message.context)?.context ?? 0);
@@ -96,13 +101,14 @@ export class Conversation {
     this.comparing?.abort();
   }
 
-  /** Lets the server read a long message while its end is still being typed. Failures do not matter. */
-  async readAhead(text) {
-    if (this.reading && text.startsWith(this.reading.text)) return;
+  /** Lets the server read a message while its end is still being typed. Failures do not matter. */
+  async readAhead(text, images) {
+    const same = images.map(({ id }) => id).join() === this.reading?.images.map(({ id }) => id).join();
+    if (this.reading && same && text.startsWith(this.reading.text)) return;
     this.stopReading();
     const abort = new AbortController();
-    this.reading = { text, abort };
-    const messages = [...this.chat.messages, { role: "user", content: text }];
+    this.reading = { text, images, abort };
+    const messages = [...this.chat.messages, { role: "user", content: text, images }];
     const { messages: history, chat_template_kwargs } = requestBody(messages, this.getSettings(), {});
     try {
       const found = await prefill({ model: this.hooks.onModel(), messages: history, ...(chat_template_kwargs && { chat_template_kwargs }) }, { key: key.load(), signal: abort.signal });
@@ -138,9 +144,10 @@ export class Conversation {
     if (!chats.save(this.chat)) this.hooks.onStatus("This browser’s storage is full: the chat is not saved.");
   }
 
-  send(text) {
+  send(text, images = []) {
     this.stopReading();
-    const message = { role: "user", content: text };
+    const message = { role: "user", content: text, ...(images.length ? { images } : {}) };
+    keepPictures(images);
     this.chat.messages.push(message);
     this.#show(message);
     return this.#answer();
@@ -150,7 +157,7 @@ export class Conversation {
     const index = this.views.indexOf(view);
     this.stop();
     this.#truncate(index);
-    return this.send(text);
+    return this.send(text, view.message.images);
   }
 
   regenerate(view) {
@@ -164,6 +171,7 @@ export class Conversation {
   /** Answers the last message; `before`: the answer that this one replaces, by another seed; `tries`: how many came again. */
   async #answer(before, tries = 0) {
     this.stop();
+    if (this.loading) await this.loading;
     const settings = this.getSettings();
     const earlier = before ? [...(before.earlier ?? []), before.content] : [];
     const fixed = (before?.seed ?? Number(settings.seed) - 1) + 1;

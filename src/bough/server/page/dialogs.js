@@ -1,6 +1,7 @@
 // The settings, chats and key dialogs.
 
 import { element } from "./messages.js";
+import { loadPictures } from "./pictures.js";
 import { DEFAULTS, chats, key } from "./store.js";
 
 const $ = (id) => document.getElementById(id);
@@ -122,7 +123,10 @@ export function connectChats({ isOpen, onOpen, onRename, onRemove, getSystem }) 
         if (name !== null) onRename(chat, name);
         list();
       }));
-      const save = action("Export", () => download("chat.json", chats.exported(chat, getSystem())));
+      const save = action("Export", async () => {
+        await loadPictures(chat.messages);
+        download("chat.json", chats.exported(chat, getSystem()));
+      });
       const remove = element("button", { type: "button", className: "text" }, "Delete");
       remove.setAttribute("aria-label", `Delete chat: ${chats.title(chat)}`);
       remove.addEventListener("click", () => {

@@ -1,6 +1,7 @@
 // DOM elements of messages and their controls.
 
 import { MarkdownView } from "./markdown.js";
+import { pictureElements } from "./pictures.js";
 
 export function element(name, options = {}, ...children) {
   const { dataset = {}, ...properties } = options;
@@ -52,7 +53,10 @@ export class MessageView {
   }
 
   #refreshUser() {
-    this.body.replaceChildren(element("div", { className: "bubble" }, this.message.content));
+    const { content, images } = this.message;
+    this.body.replaceChildren();
+    if (images?.length) this.body.append(element("div", { className: "pictures" }, ...pictureElements(images)));
+    if (content) this.body.append(element("div", { className: "bubble" }, content));
     this.foot.replaceChildren(button("edit", "Edit"), button("copy", "Copy"));
   }
 
@@ -116,7 +120,7 @@ export class MessageView {
       this.foot.querySelector("button")?.focus();
     };
     const save = () => {
-      if (!field.value.trim()) return;
+      if (!field.value.trim() && !this.message.images?.length) return;
       this.editing = false;
       onSave(field.value);
     };

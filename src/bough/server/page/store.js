@@ -1,5 +1,7 @@
 // Settings, chats and the key in the browser's storage.
 
+import { withPictures } from "./pictures.js";
+
 const PREFIX = "bough.";
 const MAX_CHATS = 50;
 
@@ -127,11 +129,11 @@ export const chats = {
     }
   },
 
-  title: (chat) => chat.name || (chat.messages.find((message) => message.role === "user")?.content ?? "Empty chat").trim().split("\n")[0],
+  title: (chat) => chat.name || (chat.messages.find((message) => message.role === "user" && message.content)?.content ?? (chat.messages.length ? "Picture" : "Empty chat")).trim().split("\n")[0],
 
   /** Returns a chat as JSON that `bough chat` can load. */
   exported(chat, system) {
-    const messages = chat.messages.map(({ role, content, reasoning }) => ({ role, content, ...(reasoning ? { reasoning_content: reasoning } : {}) }));
+    const messages = chat.messages.map((message) => ({ role: message.role, content: withPictures(message), ...(message.reasoning ? { reasoning_content: message.reasoning } : {}) }));
     return JSON.stringify({ system: system.trim() ? system : null, messages }, null, 1);
   },
 };
