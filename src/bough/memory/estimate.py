@@ -301,7 +301,10 @@ def _state_bytes(spec: ModelSpec, rows: int, sequences: int, input_dtype: torch.
     return {
         "recurrent states": held_bytes(whole.state, whole.window) if whole else 0,
         "tree rows": held_bytes(
-            (whole.tree_inputs, whole.tree_gates) if whole else (), buffers.pending, buffers.lengths
+            (whole.tree_inputs, whole.tree_gates) if whole else (),
+            buffers.pending,
+            buffers.lengths,
+            buffers.offsets,
         ),
     }
 
