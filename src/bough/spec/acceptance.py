@@ -72,7 +72,7 @@ class AcceptanceEstimator:
         self.kept = KeptPromises(self.usual.kept)
         self._recent: list[float] = []  # [] before any outcome
         self._age = 0  # steps since the last outcome
-        self._own: list[float] = []  # the text's average: of all texts at first, then more and more of its own
+        self._own: list[float] = []  # the text's average, which begins as that of all texts
         self._outcomes = 0  # of the text
 
     def fork(self) -> "AcceptanceEstimator":
@@ -136,7 +136,7 @@ class AcceptanceEstimator:
         equal = usual.outcomes / (usual.outcomes + 1)
         decay = min(max(RECENT_DECAY ** max(1, self._age), RECENT_FLOOR), equal)
         long_decay = min(max(LONG_DECAY ** max(1, self._age), LONG_FLOOR), equal)
-        own_decay = (self._outcomes + TEXT_PRIOR) / (self._outcomes + TEXT_PRIOR + 1)
+        own_decay = min((self._outcomes + TEXT_PRIOR) / (self._outcomes + TEXT_PRIOR + 1), equal)
         self._outcomes += 1
         self._own = self._own or usual.long_run[:]
         decay = min(decay, own_decay)

@@ -351,11 +351,12 @@ class Speculator:
         """Learn what a step cost, and what the host did since the one before."""
         costs, plan, (before, start) = text.policy.costs, text.plan, self._observed
         draft_s = outcome.draft_share * outcome.draft_s
-        costs.observe_step(outcome.rows, outcome.verify_cost)
+        costs.observe_step(outcome.rows, outcome.verify_cost, outcome.verify_s)
         if plan.draft:
             positions, backlog_s = self._call.backlog
+            wall_s = outcome.draft_s - backlog_s
             backlog_s *= outcome.draft_share
-            costs.observe_draft(draft_s - backlog_s, plan.mix)
+            costs.observe_draft(draft_s - backlog_s, plan.mix, wall_s)
             costs.observe_backlog(backlog_s, positions)
         self._observed = slot, self._clock()
         if before == slot:
