@@ -381,6 +381,8 @@ class Speculator:
 
     def _observe_shared_costs(self, outcomes: Mapping[int, StepOutcome], prompts: Sequence[int]) -> None:
         step = next(iter(outcomes.values()))
+        if self._size:
+            self._sharing.observe_gains(*self._device_sharing.gains())
         rows = self._size or sum(outcome.rows for outcome in outcomes.values()) + sum(prompts)
         if self._padded_sizes is not None:
             rows = next((size for size in self._padded_sizes if size >= rows), MAX_ROWS)
