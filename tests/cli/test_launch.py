@@ -104,7 +104,11 @@ def test_opencode():
     models = settings["provider"][provider]["models"]
     assert models == {model: {"name": "m", "limit": {"context": 8192, "output": 4096}}}
     unknown = plan(Client.opencode, Server("http://h:1"), "k", []).variables["OPENCODE_CONFIG_CONTENT"]
-    assert "limit" not in unknown
+    assert "limit" not in unknown and "image" not in unknown
+    seeing = plan(Client.opencode, Server("http://h:1", sees=True), "k", []).variables[
+        "OPENCODE_CONFIG_CONTENT"
+    ]
+    assert '"modalities": {"input": ["text", "image"], "output": ["text"]}' in seeing
 
 
 def test_aider():

@@ -15,16 +15,22 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.gpu.inputs import DEVICE, INTERPRETED
 from workshop.grow.grow import grow
+
+if INTERPRETED:
+    from tests.kernels.interpreter import sum_in_order
+
+    sum_in_order()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip without a CUDA device, before any fixture writes a large model; order slow tests first."""
+    """Skip without a device, before any fixture writes a large model; order slow tests first."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    for item in items:
+        on_cpu = INTERPRETED and item.get_closest_marker("interpreted")
+        if item.get_closest_marker("gpu") and DEVICE.type == "cpu" and not on_cpu:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,6 @@
 """Random inputs of the kernels at the shapes of a 27B hybrid, for tests and timing scripts."""
 
+import os
 from collections.abc import Callable
 from types import ModuleType
 
@@ -7,8 +8,8 @@ import torch
 from torch import Tensor
 
 from bough.gguf.types import QuantType
+from bough.kernels.attention import PagedContext, paged_attention
 from bough.kernels.attention import cpu as attention_cpu
-from bough.kernels.attention import paged_attention
 from bough.kernels.attention import prefill as chunk_attention
 from bough.kernels.causal_conv import ConvRows, ConvWeights, DeltaBuffers, DeltaHeads
 from bough.kernels.causal_conv import chunk as chunk_conv
@@ -27,8 +28,9 @@ from bough.kernels.runtime.device import usable
 from tests.kernels.delta_layer import copied
 from tests.kernels.pools import filled
 
-# A CPU serves only to try the inputs themselves: the tests skip there.
-DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+# On a CPU only tests that are marked so run, in Triton's interpreter.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() and not INTERPRETED else torch.device("cpu")
 # Whether the card, or the one that it acts as, runs the CUDA C++ kernels.
 CUDA_KERNELS = DEVICE.type == "cuda" and usable(DEVICE)
 CONV_KERNELS, DELTA_KERNELS = (conv_cuda, delta_cuda) if CUDA_KERNELS else (conv_triton, delta_triton)
@@ -220,21 +222,18 @@ class PagedStep:
         self.lengths = torch.tensor(lengths, device=DEVICE)
         self.positions = self.lengths[:, None] + self.tree.depths
 
-    @property
-    def mapping(self) -> tuple[Tensor, ...]:
-        return self.page_table, self.lengths, self.tree.ancestors
+    def context(self, pools: list[HeadPool] | None = None) -> PagedContext:
+        tables = (self.page_table, self.lengths, self.tree.ancestors)
+        return PagedContext(*(pools or self.pools), *tables, window=self.window)
 
     def attention(
         self, implementation: Callable[..., Tensor] = paged_attention, pools: list[HeadPool] | None = None
     ) -> Tensor:
-        options = {"window": self.window, "gate": self.gate}
-        return implementation(self.q, *(pools or self.pools), *self.mapping, **options)
+        return implementation(self.q, self.context(pools), gate=self.gate)
 
     def reference(self) -> Tensor:
         """Return the attention in float64."""
-        return attention_cpu.paged_attention(
-            self.q.double(), *self.pools, *self.mapping, window=self.window, gate=self.gate.double()
-        )
+        return attention_cpu.paged_attention(self.q.double(), self.context(), gate=self.gate.double())
 
 
 class AttentionChunk:
@@ -249,11 +248,11 @@ class AttentionChunk:
         pools = [filled(format, shape, dim, used, device=DEVICE) for format in formats]
         self.q = torch.randn(1, rows, query_heads, dim, device=DEVICE)
         self.gate = torch.randn(1, rows, query_heads, 2 * dim, device=DEVICE)[..., dim:]
-        self.cache = (*pools, table, torch.tensor([length], device=DEVICE))
+        self.context = PagedContext(*pools, table, torch.tensor([length], device=DEVICE))
         self.span = rows + length
 
     def attention(self) -> Tensor:
-        return chunk_attention.chunk_attention(self.q, *self.cache, span=self.span, gate=self.gate)
+        return chunk_attention.chunk_attention(self.q, self.context, span=self.span, gate=self.gate)
 
     def reference(self) -> Tensor:
-        return attention_cpu.paged_attention(self.q, *self.cache, None, gate=self.gate)
+        return attention_cpu.paged_attention(self.q, self.context, gate=self.gate)

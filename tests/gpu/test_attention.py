@@ -2,14 +2,15 @@
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
 import torch
 
+from bough.kernels.attention import PagedContext, paged_attention, prefill
 from bough.kernels.attention import cpu as attention_cpu
 from bough.kernels.attention import cuda as attention_cuda
-from bough.kernels.attention import paged_attention, prefill
 from bough.kernels.attention import triton_kernels as attention_triton
 from bough.kernels.kv_cache import triton_kernels as cache_kernel
 from bough.kernels.norm_rope import rope_angles
@@ -115,14 +116,9 @@ def plain_rows(step: PagedStep, implementation: Callable[..., torch.Tensor], ite
     table, ancestors = step.page_table[item], step.tree.ancestors[item]
     rows = []
     for row, pools, length in roots(step.pools, table, int(step.lengths[item]), ancestors):
-        one = slice(row, row + 1)
-        rows.append(
-            implementation(
-                *(step.q[item : item + 1, one], *pools, table[None], length, torch.ones_like(length)[None]),
-                window=step.window,
-                gate=step.gate[item : item + 1, one],
-            )[0, 0]
-        )
+        one = slice(item, item + 1), slice(row, row + 1)
+        root = PagedContext(*pools, table[None], length, torch.ones_like(length)[None], window=step.window)
+        rows.append(implementation(step.q[one], root, gate=step.gate[one])[0, 0])
     return torch.stack(rows)
 
 
@@ -180,20 +176,19 @@ def test_sequences_may_have_different_numbers_of_rows(
     if module is attention_cuda:
         needs_cuda_attention(step)
     q, bits, gate = (
-        torch.cat([rows[:count] for rows, count in zip(parts, counts, strict=True)])
+        torch.cat([rows[:count] for rows, count in zip(parts, counts, strict=True)])[None]
         for parts in (step.q, step.tree.ancestors, step.gate)
     )
     first = torch.tensor([0, *itertools.accumulate(counts)], device=DEVICE)
     with nan_filled_memory():
-        found = module.ragged_attention(q, *step.pools, step.page_table, step.lengths, bits, first, gate=gate)
+        (found,) = module.paged_attention(q, replace(step.context(), ancestors=bits, first=first), gate=gate)
         for item, count in enumerate(counts):
             if count == 0:
                 continue
             one = slice(item, item + 1)
-            cache = (step.page_table[one], step.lengths[one], step.tree.ancestors[one, :count])
-            alone = module.paged_attention(
-                step.q[one, :count], *step.pools, *cache, gate=step.gate[one, :count]
-            )
+            tables = (step.page_table[one], step.lengths[one], step.tree.ancestors[one, :count])
+            context = PagedContext(*step.pools, *tables)
+            alone = module.paged_attention(step.q[one, :count], context, gate=step.gate[one, :count])
             assert_same_bits(found[first[item] : first[item + 1]], alone[0], f"sequence {item}")
 
 

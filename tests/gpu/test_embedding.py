@@ -8,42 +8,41 @@ from torch import Tensor
 
 from bough.gguf.quants import dequantise
 from bough.gguf.types import QuantType
-from bough.kernels.check.inputs import HALVES
+from bough.kernels.check.inputs import random_rows
 from bough.kernels.embedding import embed
 from bough.kernels.embedding import triton_kernels as embedding_kernel
 from bough.kernels.gather_rows import gather_rows
+from bough.kernels.gather_rows import triton_kernels as gather_kernel
 from bough.models.weights import Embedding
-from tests.gpu.inputs import DEVICE
+from tests.gpu.inputs import DEVICE, INTERPRETED
 from tests.gpu.numerics import assert_same_bits, captured, nan_filled_memory
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("inference_mode")]
 
 Q = QuantType
 KERNEL_TYPES = tuple(embedding_kernel.TYPES)
-WIDTHS = (5120, 768)
+WIDTHS = (512, 768) if INTERPRETED else (5120, 768)
+GATHERED = ((0,), (1,), (2, 3), (1, 64)) if INTERPRETED else ((1,), (2, 3), (64,), (2048,))
 
 
 def random_table(type: QuantType, rows: int, columns: int) -> Tensor:
-    generator = torch.Generator().manual_seed(rows)
-    shape = (rows * columns // type.block_elements, type.block_bytes)
-    data = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
-    for offset in HALVES[type]:
-        scales = torch.randn(len(data), 1, generator=generator) * 1e-3
-        data[:, offset : offset + 2] = scales.half().view(torch.uint8)
-    return data.view(rows, -1).to(DEVICE)
+    return random_rows(type, rows, columns, torch.Generator().manual_seed(rows)).to(DEVICE)
 
 
 def some_tokens() -> Tensor:
     return torch.tensor([[49, 0, 3, 3], [17, 1, 48, 30]], device=DEVICE)
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("type", KERNEL_TYPES, ids=lambda type: type.name)
-@pytest.mark.parametrize("columns", WIDTHS)
+@pytest.mark.parametrize("columns", [*WIDTHS, 96])
 def test_embedding_has_the_bits_of_dequantised_rows(type: QuantType, columns: int) -> None:
+    columns = -(-columns // type.block_elements) * type.block_elements
     table, tokens = random_table(type, 50, columns), some_tokens()
     with nan_filled_memory():
-        found = embed(table, type, tokens)
+        found = embedding_kernel.embed(table, type, tokens)
     assert_same_bits(found, dequantise(table[tokens], type))
+    assert_same_bits(embed(table, type, tokens), found, "the package's function")
 
 
 @pytest.mark.parametrize("type", [*KERNEL_TYPES, Q.Q4_0, Q.IQ4_XS], ids=lambda type: type.name)
@@ -68,12 +67,15 @@ def test_embedding_beyond_2_gib() -> None:
     assert_same_bits(embed(table, Q.Q8_0, tokens), dequantise(few, Q.Q8_0))
 
 
-@pytest.mark.parametrize("width", [1, 34, 36, 2880, 4104])
-@pytest.mark.parametrize("shape", [(1,), (2, 3), (64,), (2048,)], ids=str)
+@pytest.mark.interpreted
+@pytest.mark.parametrize("width", [1, 34, 36, 144, 2880, 4104])
+@pytest.mark.parametrize("shape", GATHERED, ids=str)
 def test_rows_gathered_from_host_memory(width: int, shape: tuple[int, ...]) -> None:
-    table = torch.randint(0, 256, (5000, width), dtype=torch.uint8)
-    rows = torch.randint(0, 5000, shape)
-    found = gather_rows(table.pin_memory(), rows.to(DEVICE))
+    table = torch.randint(0, 256, (11 if INTERPRETED else 5000, width), dtype=torch.uint8)
+    rows = torch.randint(0, len(table), shape)
+    held = table if INTERPRETED else table.pin_memory()
+    found = gather_kernel.gather_rows(held, rows.to(DEVICE))
+    assert found.dtype == torch.uint8
     assert_same_bits(found.cpu(), table[rows])
 
 

@@ -17,10 +17,14 @@ from bough.gguf.types import QuantType
 from bough.kernels.check.inputs import random_rows
 from bough.kernels.experts import ExpertStack, Routing, combine, expert_matmul, reference, route_rows
 from bough.kernels.experts import triton_kernels as experts_triton
+from bough.kernels.experts.stack import most_chunks, padded
 from bough.kernels.norm_rope import silu_rows
 from bough.kernels.quant_matmul import PackedRows, pack
 from bough.models.decoder import Decoder
+from bough.models.layers import Experts
+from bough.models.spec import ModelSpec
 from bough.models.step import Step
+from bough.models.weights import WeightLoader
 from bough.session.loading import load_session
 from bough.state.sequences import SequenceStates
 from tests.engine.driving import run
@@ -32,9 +36,11 @@ from tests.gpu.texts import NEAR_TIE
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("inference_mode")]
 
 EXPERTS, USED, WIDTH, INNER = 64, 8, 512, 256
+FEW = 11  # experts, three of which a row takes, where the interpreter runs too
+Q = QuantType
 COUNTS = (1, 2, 7, 8, 9, 16, 24, 33, 64)
 MANY = (65, 300)
-TYPES = (QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K, QuantType.Q8_0, QuantType.IQ4_XS, QuantType.F16)
+TYPES = (Q.Q4_K, Q.Q5_K, Q.Q6_K, Q.Q8_0, Q.IQ4_XS, Q.F16)
 
 
 @contextmanager
@@ -97,13 +103,7 @@ def test_routing_is_the_references(layer: Layer, rows: int) -> None:
         _, logits, routing = layer.route(made_rows(rows))
     expected = made_rows(rows).double() @ torch.cat([layer.router, layer.gate[None]]).double().T
     assert_close(logits, expected, tolerance=1e-5)
-    weights, chosen = reference.route(logits[:, :EXPERTS], USED)
-    assert torch.equal(routing.chosen.long(), chosen)
-    assert_close(routing.weights, weights, tolerance=1e-5)
-    order, chunks = reference.grouped(chosen.cpu(), routing.tokens)
-    assert torch.equal(routing.order.cpu().long(), order)
-    assert int(routing.count) == len(chunks)
-    assert torch.equal(routing.chunks[: len(chunks), :3].cpu().long(), chunks[:, :3])
+    assert_routing(routing, logits, USED)
 
 
 @pytest.mark.parametrize("type", TYPES, ids=lambda type: type.name)
@@ -123,16 +123,110 @@ def test_matmuls_are_the_references(type: QuantType, rows: int) -> None:
     assert worst_row_error(expert_matmul(packed, layer.down, routing), expected) < 3e-3
 
 
-@pytest.mark.parametrize("rows", [3, 20])
-def test_triton_matmul(layer: Layer, rows: int) -> None:
-    """What cards without the CUDA C++ kernels run."""
-    x = made_rows(rows)
-    packed, logits = experts_triton.router(x, layer.router, layer.gate)
-    routing = experts_triton.route(logits, USED, experts_triton.TOKENS)
-    out = torch.full((rows * USED, 2 * INNER), torch.nan, device=DEVICE)
-    experts_triton.matmul(packed, layer.gate_up, routing, out)
-    expected = reference.expert_matmul(x.double(), layer.gate_up.unpacked().double(), routing.chosen)
+def tied_logits(rows: int) -> Tensor:
+    """Return logits [rows, FEW + 1] with ties; one expert is in all rows and has several chunks."""
+    logits = torch.randint(-4, 4, (rows, FEW + 1), device=DEVICE).float()
+    logits[:, 5] = 9.0
+    return logits
+
+
+def assert_routing(routing: Routing, logits: Tensor, used: int) -> None:
+    weights, chosen = reference.route(logits[:, :-1], used)
+    assert torch.equal(routing.chosen.long(), chosen)
+    assert_close(routing.weights, weights, tolerance=1e-5)
+    order, chunks = reference.grouped(chosen.cpu(), routing.tokens)
+    assert torch.equal(routing.order.cpu().long(), order)
+    assert int(routing.count) == len(chunks) <= len(routing.chunks)
+    assert torch.equal(routing.chunks[: len(chunks), :3].cpu().long(), chunks[:, :3])
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("rows", [1, 3, 33, 70])
+def test_tied_logits_are_routed_as_by_the_reference(rows: int) -> None:
+    logits = tied_logits(rows)
+    with nan_filled_memory():
+        routing = experts_triton.route(logits, 3, 8)
+    assert_routing(routing, logits, 3)
+
+
+@pytest.mark.interpreted
+def test_chunks_have_room_when_every_pair_has_its_own_expert() -> None:
+    logits = torch.full((3, FEW + 1), -5.0, device=DEVICE)
+    for row in range(3):
+        logits[row, 3 * row : 3 * row + 3] = 1.0
+    routing = experts_triton.route(logits, 3, 16)
+    assert_routing(routing, logits, 3)
+    assert int(routing.count) == 9 == most_chunks(9, FEW, 16)
+
+
+@pytest.mark.interpreted
+def test_a_row_of_nan_has_valid_experts() -> None:
+    logits = tied_logits(2)
+    logits[0] = torch.nan
+    routing = experts_triton.route(logits, 3, 8)
+    assert int(routing.chosen.min()) >= 0 and int(routing.chosen.max()) < FEW
+    assert sorted(routing.order.tolist()) == list(range(6))
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("rows", [1, 5, 66])
+def test_router(rows: int) -> None:
+    """Logits and packed rows of any size; a row's bits do not depend on the others."""
+    width = 96
+    x = torch.randn(rows, width, device=DEVICE) * torch.logspace(-4, 4, rows, device=DEVICE)[:, None]
+    weight, gate = torch.randn(FEW, width, device=DEVICE), torch.randn(width, device=DEVICE)
+    with nan_filled_memory():
+        packed, logits = experts_triton.router(x, weight, gate)
+    assert worst_row_error(logits, x.double() @ torch.cat([weight, gate[None]]).double().T) < 1e-6
+    values = packed.halves()
+    assert worst_row_error(values[:, :width] * packed.scale[:, None], x) < 1e-3
+    assert not bool(values[:, width:].any())
+    alone = experts_triton.router(x[-1:].contiguous(), weight, gate)[1]
+    assert_same_bits(alone[0], logits[-1])
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(
+    ("type", "rows", "each"), [(Q.Q4_K, 2, 3), (Q.Q6_K, 7, 1), (Q.Q8_0, 20, 1), (Q.F16, 3, 3)]
+)
+def test_triton_matmul(type: QuantType, rows: int, each: int) -> None:
+    """What cards without the CUDA C++ kernels run; `each` pairs share a row of x."""
+    size, columns, generator = 40, 256, torch.Generator(DEVICE).manual_seed(rows)
+    blocks = random_rows(type, FEW * size, columns, generator).view(FEW, size, -1)
+    blocks = torch.nn.functional.pad(blocks, (0, 0, 0, padded(size) - size))
+    stack = ExpertStack.of(pack(blocks.flatten(0, 1), type), FEW, size)
+    routing = experts_triton.route(tied_logits(rows), 3, experts_triton.TOKENS)
+    x = torch.randn(rows * 3 // each, columns, device=DEVICE)
+    zeros = torch.zeros(columns, device=DEVICE)
+    packed = experts_triton.router(x, zeros[None], zeros)[0]
+    out = torch.full((rows * 3, size), torch.nan, device=DEVICE)
+    experts_triton.matmul(packed, stack, routing, out)
+    expected = reference.expert_matmul(x.double(), stack.unpacked().double(), routing.chosen)
     assert worst_row_error(out, expected) < 3e-3
+
+
+@pytest.mark.interpreted
+def test_combine() -> None:
+    shared, logits = torch.randn(3, 96, device=DEVICE), torch.randn(3, FEW + 1, device=DEVICE)
+    outputs, weights = torch.randn(9, 96, device=DEVICE), torch.rand(3, 3, device=DEVICE)
+    found = experts_triton.combine(shared, logits, outputs, weights)
+    expected = reference.combine(shared, logits[:, -1], outputs.view(3, 3, 96), weights)
+    assert_close(found, expected, tolerance=1e-6)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("family", ["qwen35moe", "qwen3moe"])
+def test_a_layer_in_tiles_is_the_layer(tiny_model: Callable[..., Path], family: str) -> None:
+    """All kernels together, against the experts one after the other."""
+    path = tiny_model(family, width=256, mix="q4_k_m")
+    with GGUFFile.open(path) as file:
+        spec = ModelSpec.from_gguf(file)
+        tiles, plain = (
+            Experts(spec, WeightLoader(file, device=device, tiles=tiles), "blk.0")
+            for device, tiles in ((DEVICE, True), (torch.device("cpu"), False))
+        )
+    x = torch.randn(1, 7, spec.width)
+    assert_close(tiles(x.to(DEVICE)).cpu(), plain(x), tolerance=3e-3)
 
 
 def test_a_row_has_the_same_bits_alone_and_among_others(layer: Layer) -> None:

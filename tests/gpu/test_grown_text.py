@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from tests.gpu.fresh_process import run_in_fresh_process
+from tests.gpu.near_ties import PLAIN, compared, on_cpu, prompts_of, read_references, references
 from tests.gpu.texts import assert_same_text, expected_texts, generate, load_session
-from workshop.gpu.lossless import PLAIN, compared, on_cpu, prompts_of, read_references, references
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(1200)]
 

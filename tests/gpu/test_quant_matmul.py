@@ -75,7 +75,7 @@ def test_every_bucket_has_a_kernel_that_fits(type: QuantType, bucket: int) -> No
     if not cuda.stages(card, layout, bucket, tiling):
         pytest.skip("more shared memory than this card has")
     variant = cuda.variant(layout, bucket, tiling, DEVICE, grouped=cuda.grouped(card, bucket)).matmul
-    assert variant.registers > 0 and variant.occupancy >= 1
+    assert variant.attributes.registers > 0 and variant.attributes.blocks >= 1
 
 
 @pytest.mark.parametrize(

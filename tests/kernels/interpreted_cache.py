@@ -1,27 +1,20 @@
-"""The Triton kernels that write and read the cache against their references."""
+"""The Triton kernel of attention over the KV cache against its reference."""
 
 import itertools
 
 import pytest
 import torch
-from torch import Tensor
 
+from bough.kernels.attention import PagedContext
 from bough.kernels.attention import cpu as attention
 from bough.kernels.attention import triton_kernels as attention_kernel
-from bough.kernels.attention.reference import ordered_attention
-from bough.kernels.kv_cache import triton_kernels
 from bough.kernels.kv_cache.format import FORMATS, HeadPool
-from bough.kernels.kv_cache.reference import decode, unpack
-from bough.kernels.kv_cache.rotation import rotate_back
-from bough.kernels.norm_rope import reference as norm
 from tests.kernels.interpreted_layers import close, poisoned, tree_of
 from tests.kernels.paths import roots
 from tests.kernels.pools import filled
 
 __all__ = ["poisoned"]
 
-CPU = torch.device("cpu")
-QUANTISED = [name for name, format in FORMATS.items() if format.quantised]
 # Relative, of matmuls in float16.
 TOLERANCE = 8e-4
 
@@ -52,11 +45,11 @@ def check_attention(
     pools = [filled(name, (pages, heads, page), dim, used) for name in formats]
     step = tree_of(rows, len(lengths))
     committed = torch.tensor(lengths)
-    cache = (*pools, table, committed, step.ancestors)
+    context = PagedContext(*pools, table, committed, step.ancestors, window=window)
     q = torch.randn(len(lengths), rows, heads * group, dim)
     gate = torch.randn(len(lengths), rows, heads * group, 2 * dim)[..., dim:]
-    found = attention_kernel.paged_attention(q, *cache, window=window, gate=gate)
-    close(found, attention.paged_attention(q, *cache, window=window, gate=gate), tolerance)
+    found = attention_kernel.paged_attention(q, context, gate=gate)
+    close(found, attention.paged_attention(q, context, gate=gate), tolerance)
 
 
 @pytest.mark.parametrize("pair", list(itertools.product(FORMATS, FORMATS)), ids="/".join)
@@ -116,10 +109,11 @@ def test_a_window_reads_no_page_outside_of_it(monkeypatch: pytest.MonkeyPatch) -
     pools = [HeadPool(FORMATS["f32"], dim, pool, None) for pool in (keys, values)]
     step, committed = tree_of(4, 1), torch.tensor([length])
     q = torch.randn(1, 4, 1, dim)
-    cache = (table, committed, step.ancestors)
-    found = attention_kernel.paged_attention(q, *pools, *cache, window=window)
+    context = PagedContext(*pools, table, committed, step.ancestors, window=window)
+    found = attention_kernel.paged_attention(q, context)
     cleaned = [HeadPool(FORMATS["f32"], dim, pool.nan_to_num(), None) for pool in (keys, values)]
-    close(found, attention.paged_attention(q, *cleaned, *cache, window=window))
+    context = PagedContext(*cleaned, table, committed, step.ancestors, window=window)
+    close(found, attention.paged_attention(q, context))
 
 
 @pytest.mark.parametrize(
@@ -141,12 +135,13 @@ def test_a_row_has_the_bits_that_it_has_after_its_path_was_committed(
     pools = [filled(name, (pages, 1, page), dim, torch.ones(pages, dtype=torch.bool)) for name in pair]
     table, q, step = torch.randperm(pages), torch.randn(1, rows, group, dim), tree_of(rows, 1)
     assert step.ancestors is not None
-    tree = (table[None], torch.tensor([length]), step.ancestors)
-    found = attention_kernel.paged_attention(q, *pools, *tree, window=window)
-    close(found, ordered_attention(q, *pools, *tree, window=window), TOLERANCE)
+    context = PagedContext(*pools, table[None], torch.tensor([length]), step.ancestors, window=window)
+    found = attention_kernel.paged_attention(q, context)
+    close(found, attention.paged_attention(q, context), TOLERANCE)
     for row, moved, position in roots(pools, table, length, step.ancestors[0]):
-        own = (table[None], position, torch.ones(1, 1, dtype=torch.int64))
-        alone = attention_kernel.paged_attention(q[:, row : row + 1], *moved, *own, window=window)
+        root = torch.ones(1, 1, dtype=torch.int64)
+        context = PagedContext(*moved, table[None], position, root, window=window)
+        alone = attention_kernel.paged_attention(q[:, row : row + 1], context)
         assert torch.equal(alone[0, 0], found[0, row]), row
 
 
@@ -162,91 +157,14 @@ def test_sequences_may_have_different_numbers_of_rows(monkeypatch: pytest.Monkey
     # Padding rows after the last sequence, whatever they hold.
     padded, gates = (torch.cat([part, torch.full((2, 10, dim), torch.nan)]) for part in (q, gate))
     seen = torch.cat([bits, torch.ones(2, dtype=torch.int64)])
-    found = attention_kernel.ragged_attention(padded, *pools, table, committed, seen, first, gate=gates)
+    context = PagedContext(*pools, table, committed, seen[None], first)
+    (found,) = attention_kernel.paged_attention(padded[None], context, gate=gates[None])
     assert bool((found[-2:].nan_to_num() == 0).all())
-    close_to = attention.paged_attention(
-        q[None], *pools, table, committed, bits[None], first, gate=gate[None]
-    )
+    context = PagedContext(*pools, table, committed, bits[None], first)
+    close_to = attention.paged_attention(q[None], context, gate=gate[None])
     assert float((found[:-2] - close_to[0]).norm() / close_to.norm()) < 1e-3
     for item, tree in enumerate(trees):
         rows = slice(int(first[item]), int(first[item + 1]))
-        cache = (*pools, table[item : item + 1], committed[item : item + 1], tree)
-        alone = attention_kernel.paged_attention(q[None, rows], *cache, gate=gate[None, rows])
+        context = PagedContext(*pools, table[item : item + 1], committed[item : item + 1], tree)
+        alone = attention_kernel.paged_attention(q[None, rows], context, gate=gate[None, rows])
         assert torch.equal(found[rows], alone[0])
-
-
-def write(
-    implementation, pair: tuple[str, str], q: Tensor, k: Tensor, v: Tensor, factor: Tensor | None, **options
-):
-    """Both pools, after heads k, v [2, 3, 2, D] were written to distinct slots, and the returned q."""
-    angles = norm.rope_angles(
-        options.pop("positions"), torch.rand(4, generator=torch.Generator().manual_seed(3))
-    )
-    pools = [HeadPool.empty(FORMATS[name], (4, 2, 8), k.shape[-1], CPU) for name in pair]
-    mapping = {"pages": torch.tensor([3, 0, 3, 1, 1, 1]), "offsets": torch.tensor([7, 0, 2, 5, 4, 3])}
-    factors = (None if factor is None else 1 - factor, factor)
-    turned = implementation.cache_heads(
-        q, k, v, factors, 1e-6, *angles, keys=pools[0], values=pools[1], **mapping, **options
-    )
-    return pools, turned
-
-
-@pytest.mark.parametrize("dim", [32, 64, 256])
-@pytest.mark.parametrize("name", QUANTISED)
-def test_codes_of_exact_sums_are_the_references_bit_by_bit(name: str, dim: int) -> None:
-    """Whole numbers, whose sums and differences no order of adding rounds."""
-    k, v = (torch.randn(2, 2, 3, 2, dim) * 60).round()
-    k[0, 0], v[0, 1] = 0, 0
-    k[0, 1] *= 1e-12
-    v[0, 0, :, :3] *= 2.0**22
-    v[1, 0] = torch.tensor([1.0, -1.0]).repeat(dim // 2)
-    options = {"positions": torch.zeros(2, 3, dtype=torch.int64), "interleaved": False}
-    found, wanted = (write(one, (name, name), k, k, v, None, **options)[0] for one in (triton_kernels, norm))
-    for one, other in zip(found, wanted, strict=True):
-        if name == "tq3_0":
-            # A group's length is a sum of many squares: its last bit depends on their order.
-            close(one.scales.float(), other.scales.float(), 2e-4)
-            apart = unpack(one.codes, one.format, dim) != unpack(other.codes, other.format, dim)
-            assert apart.float().mean() < 1e-3
-        else:
-            assert torch.equal(one.codes, other.codes)
-            assert torch.equal(one.scales, other.scales)
-
-
-@pytest.mark.parametrize(
-    ("pair", "dim", "interleaved"),
-    [
-        (("f16", "f32"), 24, False),
-        (("f32", "q4_0"), 64, True),
-        (("q8_0", "tq3_0"), 128, False),
-        (("q5_0", "f16"), 256, True),
-        (("tq3_0", "q8_0"), 64, False),
-    ],
-)
-def test_heads_are_normed_rotated_and_written(pair: tuple[str, str], dim: int, interleaved: bool) -> None:
-    q, (k, v) = torch.randn(2, 3, 5, 2 * dim)[..., dim:], torch.randn(2, 2, 3, 2, 2 * dim)[..., :dim]
-    options = {"positions": torch.randint(0, 900, (2, 3)), "interleaved": interleaved}
-    for factor in (None, torch.randn(dim)):
-        results = [write(one, pair, q, k, v, factor, **options) for one in (triton_kernels, norm)]
-        (found, turned), (wanted, expected) = results
-        close(turned, expected)
-        for one, other in zip(found, wanted, strict=True):
-            if one.scales is None or other.scales is None:
-                # The interpreter does not round to the nearest float16.
-                close(one.codes.float(), other.codes.float(), 2e-6 if one.format.name == "f32" else 5e-4)
-                continue
-            levels = [unpack(pool.codes, pool.format, dim).int() for pool in (one, other)]
-            # A value between two codes may go either way, when its last bits differ.
-            assert (levels[0] != levels[1]).float().mean() < 1e-2
-            close(*(decode(pool.codes, pool.scales, pool.format, dim) for pool in (one, other)), 2e-3)
-
-
-@pytest.mark.parametrize(("name", "dim"), [("q8_0", 64), ("q5_0", 32), ("q4_0", 256), ("tq3_0", 128)])
-def test_rows_expand_to_what_they_were(name: str, dim: int) -> None:
-    table = torch.tensor([2, 5, 0])
-    pool = filled(name, (6, 2, 16), dim, torch.isin(torch.arange(6), table))
-    rows = rotate_back(decode(pool.codes, pool.scales, pool.format, dim))[table].transpose(1, 2).flatten(0, 1)
-    for first, count in ((0, 1), (5, 33), (16, 32)):
-        found = triton_kernels.expand(pool, table, first, count)
-        assert found.dtype == torch.float16
-        close(found.float(), rows[first : first + count], TOLERANCE)

@@ -16,11 +16,6 @@ from bough.kernels.delta_rule import DeltaHeads, DeltaRows
 from bough.kernels.delta_rule import cpu as delta
 from bough.kernels.delta_rule import triton_kernels as delta_kernel
 from bough.kernels.norm_rope import reference as norm
-from bough.kernels.norm_rope import ring
-from bough.kernels.norm_rope import triton_kernels as norm_kernel
-from bough.kernels.quant_matmul.partial_sums import RowScaled
-from bough.kernels.quant_matmul.rows import PackedRows
-from bough.kernels.quant_matmul.triton_kernels import pack_rows, scale_rows
 from bough.models.step import Step
 from tests.kernels.interpreter import sum_in_order
 
@@ -59,108 +54,6 @@ def tree_of(rows: int, batch: int) -> Step:
     return Step.tree(
         torch.arange(batch), torch.zeros(batch, rows, dtype=torch.int64), torch.tensor(parents), zeros
     )
-
-
-@pytest.mark.parametrize(("rows", "width"), [(1, 5), (3, 40), (2, 96)])
-def test_norms_and_gates(rows: int, width: int) -> None:
-    wide = torch.randn(2, rows, 2 * width + 3)
-    x, add = wide[..., :width], wide[..., width : 2 * width]
-    weight = torch.randn(width)
-    for found, wanted in zip(
-        norm_kernel.add_rms_norm(x, add, weight, 1e-6), norm.add_rms_norm(x, add, weight, 1e-6), strict=True
-    ):
-        close(found, wanted)
-    close(norm_kernel.rms_norm(x, weight, 1e-6), norm.rms_norm(x, weight, 1e-6))
-    close(norm_kernel.silu_mul(x, add), norm.silu_mul(x, add))
-    heads, factor = torch.randn(2, rows, width, 24), torch.randn(24)
-    gate = torch.randn(2, rows, width * 24 + 1)[..., 1:]
-    close(
-        norm_kernel.gated_rms_norm(heads, gate, factor, 1e-6), norm.gated_rms_norm(heads, gate, factor, 1e-6)
-    )
-
-
-def floats(packed: PackedRows) -> Tensor:
-    """Packed rows as floats; what fills up the columns must be zero."""
-    data = packed.data if packed.bucket is None else packed.data.transpose(0, 1).flatten(1)[: packed.rows]
-    assert not data[:, packed.columns :].any()
-    return data[:, : packed.columns].float() * packed.scale[:, None]
-
-
-@pytest.mark.parametrize(("rows", "width"), [(1, 5), (3, 300), (33, 24)])
-def test_packed_rows(rows: int, width: int) -> None:
-    """A norm or an activation with `pack` writes what packing its floats would give."""
-    wide = torch.randn(2, rows, 2 * width + 3) * 10.0 ** torch.randint(-9, 9, (2, rows, 1))
-    x, add, weight = wide[..., :width], wide[..., width : 2 * width], torch.randn(width)
-    heads, factor = torch.randn(2, rows, width, 8), torch.randn(8)
-    gate = torch.randn(2, rows, width * 8 + 1)[..., 1:]
-    total, normed = norm_kernel.add_rms_norm(x, add, weight, 1e-6, pack=True)
-    close(total, x + add)
-    pairs = [
-        (normed, norm.add_rms_norm(x, add, weight, 1e-6)[1]),
-        (norm_kernel.silu_mul(x, add, pack=True), norm.silu_mul(x, add)),
-        (norm_kernel.gated_rms_norm(heads, gate, factor, 1e-6, pack=True),
-         norm.gated_rms_norm(heads, gate, factor, 1e-6)),
-    ]  # fmt: skip
-    for packed, wanted in pairs:
-        assert isinstance(packed, PackedRows)
-        wanted = wanted.flatten(0, 1)
-        alike = pack_rows(wanted)
-        assert torch.equal(packed.scale, alike.scale)
-        for found, row in zip(floats(packed), wanted, strict=True):
-            close(found, row, 5e-4)
-
-
-def test_row_scales() -> None:
-    """Applied by the kernel that reads a matmul, they give the bits of an output that was scaled before."""
-    rows, width = 66, 300
-    scale = torch.exp2(torch.randint(-12, 12, (rows,)).float())
-    x, whole, weight = torch.randn(rows, width), torch.randn(rows, 2 * width), torch.randn(width)
-    parts = RowScaled(whole, scale).split((width, width))
-    scaled = [part.scaled() for part in parts]
-    found, expected = (norm_kernel.silu_mul(*each, pack=True) for each in (parts, scaled))
-    assert torch.equal(found.data, expected.data) and torch.equal(found.scale, expected.scale)
-    (total, found), (sums, expected) = (
-        norm_kernel.add_rms_norm(x, each[0], weight, 1e-6, pack=True) for each in (parts, scaled)
-    )
-    assert torch.equal(total, sums) and torch.equal(found.data, expected.data)
-    scale_rows(whole[:, 10:310], scale)
-    assert torch.equal(whole[:, 10:300], scaled[0][:, 10:])
-    assert torch.equal(whole[:, 300:310], scaled[1][:, :10])
-
-
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("dim", [16, 24])
-@pytest.mark.parametrize("normed", [False, True])
-def test_heads(interleaved: bool, dim: int, normed: bool) -> None:
-    batch, rows, heads = 2, 3, 4
-    cos, sin = norm.rope_angles(torch.randint(0, 90, (batch, rows)), torch.rand(4))
-    factor = torch.randn(dim) if normed else None
-    x = torch.randn(batch, rows, heads, 2 * dim)[..., :dim]
-    options = {"interleaved": interleaved}
-    found = norm_kernel.head_rope(x, factor, 1e-6, cos, sin, **options)
-    close(found, norm.head_rope(x, factor, 1e-6, cos, sin, **options))
-
-
-@pytest.mark.parametrize("counts", [(0, 3), (1, 5)])
-def test_heads_into_rings(counts: tuple[int, int]) -> None:
-    batch, rows, heads, dim, size = 2, 5, 2, 24, 7
-    cos, sin = norm.rope_angles(torch.randint(0, 90, (batch, rows)), torch.rand(12))
-    k, v = torch.randn(2, batch, rows, heads, dim + 4)[..., :dim]
-    rings = torch.randn(2, 3, size, heads, dim).half()
-    tables = {
-        "slots": torch.tensor([2, 0]),
-        "positions": torch.tensor([[30], [5]]) + torch.arange(rows),
-        "count": torch.tensor(counts),
-    }
-    results = []
-    for implementation in (ring, norm):
-        keys, values = (part.clone() for part in rings)
-        implementation.ring_heads(
-            k, v, torch.ones(dim) / 3, 1e-6, cos, sin, keys=keys, values=values, **tables
-        )
-        results.append(torch.stack([keys, values]))
-    close(*results, 1e-3)
-    assert torch.equal(results[0] == rings, results[1] == rings)
 
 
 @pytest.mark.parametrize(

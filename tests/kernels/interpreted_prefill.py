@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from bough.kernels import causal_conv, delta_rule
+from bough.kernels.attention import PagedContext, prefill
 from bough.kernels.attention import cpu as attention
-from bough.kernels.attention import prefill
 from bough.kernels.causal_conv import ConvRows, ConvWeights, DeltaBuffers, DeltaHeads
 from bough.kernels.causal_conv import chunk as conv_chunk
 from bough.kernels.causal_conv import reference as conv
@@ -151,13 +151,13 @@ def test_chunk_attention(
     keys, values = (filled(format, shape, dim, used) for format in formats)
     q = torch.randn(2, rows, kv_heads * group, dim)
     gate = torch.randn(2, rows, kv_heads * group, 2 * dim)[..., dim:] if gated else None
-    cache = (keys, values, table, torch.tensor(lengths))
-    found = prefill.chunk_attention(q, *cache, span=max(lengths) + rows, gate=gate)
+    context = PagedContext(keys, values, table, torch.tensor(lengths))
+    found = prefill.chunk_attention(q, context, span=max(lengths) + rows, gate=gate)
     for one in range(2):
         lone = slice(one, one + 1)
-        alone = (keys, values, table[lone], torch.tensor(lengths[lone]))
+        alone = PagedContext(keys, values, table[lone], torch.tensor(lengths[lone]))
         opened = None if gate is None else gate[lone]
-        close(found[lone], attention.paged_attention(q[lone], *alone, None, gate=opened), tolerance)
+        close(found[lone], attention.paged_attention(q[lone], alone, gate=opened), tolerance)
 
 
 @pytest.mark.parametrize(("rows", "lengths"), [(75, (64, 130)), (33, (100, 0)), (1, (0, 70))])
@@ -171,11 +171,11 @@ def test_chunk_attention_through_descriptors(
     shape, used = (2 * PAGES, kv_heads, PAGE), used_pages(table, lengths, rows)
     keys, values = (filled("f16", shape, dim, used) for _ in range(2))
     q, gate = (torch.randn(2, rows, 3 * kv_heads, dim) for _ in range(2))
-    cache = (keys, values, table, torch.tensor(lengths))
+    context = PagedContext(keys, values, table, torch.tensor(lengths))
     monkeypatch.setattr(prefill, "tiles", lambda *_: blocks)
     monkeypatch.setattr(prefill, "descriptor_tiles", lambda: blocks)
     found = []
     for tiled in (False, True):
         monkeypatch.setattr(prefill, "reads_tiles", lambda *_, tiled=tiled: tiled)
-        found.append(prefill.chunk_attention(q, *cache, span=max(lengths) + rows, gate=gate))
+        found.append(prefill.chunk_attention(q, context, span=max(lengths) + rows, gate=gate))
     assert torch.equal(*found)

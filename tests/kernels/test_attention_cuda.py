@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bough.kernels.attention import cpu, cuda
+from bough.kernels.attention import PagedContext, cpu, cuda
 from bough.kernels.kv_cache.rotation import rotate_back
 from tests.kernels.cards import CARDS
 from tests.kernels.delta_layer import ancestors_of
@@ -94,14 +94,15 @@ def test_attention_of_trees(
     table, sizes = torch.randperm(batch * pages).view(batch, pages), torch.tensor(lengths)
     q = torch.randn(batch, rows, kv_heads * group, cuda.DIM)
     ancestors = torch.tensor([ancestors_of(tree(rows, seed)) for seed in range(batch)])
-    found = cuda.paged_attention(q, *pools, table, sizes, ancestors, window=window)
-    expected = cpu.paged_attention(q.double(), *pools, table, sizes, ancestors, window=window)
+    context = PagedContext(*pools, table, sizes, ancestors, window=window)
+    found, expected = cuda.paged_attention(q, context), cpu.paged_attention(q.double(), context)
     error = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert float(error.max()) < (3e-2 if "bf16" in formats else 4e-3)
     for item in range(batch):
         one = table[item : item + 1]
         for row, moved, length in roots(pools, table[item], lengths[item], ancestors[item]):
             if row % 3 == 0 or row == rows - 1:
-                query, root = q[item : item + 1, row : row + 1], torch.tensor([[1]])
-                alone = cuda.paged_attention(query, *moved, one, length, root, window=window)
+                query = q[item : item + 1, row : row + 1]
+                root = PagedContext(*moved, one, length, torch.tensor([[1]]), window=window)
+                alone = cuda.paged_attention(query, root)
                 assert torch.equal(alone[0, 0], found[item, row]), f"sequence {item}, row {row}"

@@ -7,9 +7,11 @@ from triton.compiler import ASTSource
 
 from bough.gguf.quants import dequantise
 from bough.gguf.types import QuantType
+from bough.kernels.embedding import embed
 from bough.kernels.gather_rows import gather_rows, triton_kernels
 from bough.models.weights import Embedding
 from tests.kernels.cards import TARGETS
+from tests.kernels.test_quant_matmul_layout import random_blocks
 
 
 @pytest.mark.parametrize("words", ["i64", "i32", "u8"])
@@ -35,14 +37,6 @@ def test_an_embedding_beside_its_tokens_is_indexed() -> None:
     assert torch.equal(found, dequantise(table[tokens], QuantType.Q8_0))
 
 
-@pytest.mark.gpu
-def test_a_gpu_reads_pinned_rows_from_a_graph() -> None:
-    table = torch.randint(0, 256, (1000, 2880), dtype=torch.uint8).pin_memory()
-    tokens = torch.randint(0, 1000, (64,), device="cuda")
-    gather_rows(table, tokens)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = gather_rows(table, tokens)
-    tokens.copy_(torch.randint(0, 1000, (64,)))
-    graph.replay()
-    assert torch.equal(found.cpu(), table[tokens.cpu()])
+def test_embedding_of_any_shape_of_tokens() -> None:
+    data, tokens = random_blocks(QuantType.Q4_0, 5, 64), torch.tensor([[4, 0], [1, 1]])
+    assert torch.equal(embed(data, QuantType.Q4_0, tokens)[1, 0], dequantise(data[1:2], QuantType.Q4_0)[0])

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis.strategies import floats, lists
 
-from bough.kernels.attention import paged_attention
+from bough.kernels.attention import PagedContext, paged_attention
 from bough.kernels.kv_cache.format import FORMATS, HeadPool, approximations
 from bough.kernels.kv_cache.reference import decode, encode
 from bough.kernels.kv_cache.rotation import group_size, rotate, rotate_back
@@ -291,7 +291,7 @@ def test_all_pairs_attend_to_what_they_hold(names: tuple[str, str]) -> None:
     gate = torch.randn(1, 1, 6, 64, generator=generator)
     keys, values = written(k, v, names)
     table = torch.arange(4, -1, -1)[None]
-    out = paged_attention(q[None, None], keys, values, table, torch.tensor([36]), None, gate=gate)
+    out = paged_attention(q[None, None], PagedContext(keys, values, table, torch.tensor([36])), gate=gate)
 
     def held(pool: HeadPool) -> torch.Tensor:
         codes, *scales = (plane.flip(0).transpose(1, 2).flatten(0, 1)[:37] for plane in pool.planes)
@@ -331,7 +331,7 @@ def test_attention_is_off_by_as_much_as_expected(names: tuple[str, str]) -> None
     for spread, wanted in zip((1.0, 2.0, 4.0), ATTENTION_ERRORS[names], strict=True):
         # q . k / 16 of Gaussian vectors has deviation 1.
         asked = (spread * q)[None, None]
-        out = paged_attention(asked, keys, values, table, torch.tensor([length - 1]), None)[0, 0]
+        out = paged_attention(asked, PagedContext(keys, values, table, torch.tensor([length - 1])))[0, 0]
         exact = attended(asked[0, 0], k, v)
         found = float((out - exact).norm() / exact.norm())
         assert found == pytest.approx(wanted, rel=0.2), spread

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bough.kernels.attention.cuda import NARROW, STORED, WIDE, Tile, tile_of
-from bough.kernels.attention.reference import SPLITS, TIERS
+from bough.kernels.attention.records import SPLITS, TIERS
 from bough.kernels.runtime.device import Card
 from bough.kernels.runtime.nvrtc import compile_cubin
 from tests.kernels.cards import CARDS, tool_output

@@ -301,6 +301,12 @@ def test_bytes_of_images_are_not_logged(post: httpx2.Client, caplog: Any) -> Non
     assert secret[:20] not in caplog.text + "".join(answer.text for answer in answers)
 
 
+def test_refusals_of_ollama_s_routes_are_logged_with_their_reason(caplog: Any) -> None:
+    with scripted() as server, caplog.at_level(logging.WARNING):
+        httpx2.post(f"{server.url}/api/generate", json={"prompt": "a", "images": text64(PNG)})
+    assert "POST /api/generate · 400 · images is of type str; needs a list" in caplog.text
+
+
 def test_without_an_encoder_every_protocol_says_so(http: httpx2.Client, echo_server: Live) -> None:
     anthropic_part = {
         "type": "image",

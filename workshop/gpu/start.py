@@ -16,7 +16,6 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -41,7 +40,7 @@ def start(target: Path, draft: Path, device: str, began: float, shortlist: int |
     # Why kernels were not compiled ahead.
     logging.basicConfig(level=logging.WARNING)
     logging.getLogger("bough.kernels.runtime.ahead").setLevel(logging.DEBUG)
-    on_gpu, late, peak = device == "cuda", watch_compiler(), None
+    on_gpu, peak = device == "cuda", None
     if on_gpu:
         from tests.gpu.device_memory import PeakMemory
 
@@ -54,11 +53,9 @@ def start(target: Path, draft: Path, device: str, began: float, shortlist: int |
     session = load_session(target, config, compiling=lambda done, total: compiled.append(total))
     facts |= {"ready_s": time.time() - began, "phases_s": dict(session.load_seconds)}
     facts["compiled_ahead"] = compiled[-1] if compiled else 0
-    facts["compiled_late"] = sorted(late(before_capture=session.load_seconds.get("capturing", 0.0)))
     answers = [generate(session, PROMPT, max_tokens=TOKENS).stats]
     facts["answered_s"] = time.time() - began
     answers += [generate(session, PROMPT, max_tokens=TOKENS).stats for _ in range(ANSWERS - 1)]
-    facts["compiled_in_answers"] = sorted(late(before_capture=0.0))
     facts["acceptance"] = [stats.acceptance_length for stats in answers]
     facts["steps_ms"] = {
         rows: {"draft": 1000 * each.draft_s, "verify": 1000 * each.verify_s}
@@ -72,33 +69,6 @@ def start(target: Path, draft: Path, device: str, began: float, shortlist: int |
         facts |= {"peak_bytes": peak.bytes, "planned_bytes": session.plan.total}
         facts["captured"] = session.engine.runner.captured
     return facts
-
-
-def watch_compiler() -> Callable[..., set[str]]:
-    """Return a function that returns the kernels compiled since its last call, or since capturing began."""
-    from triton import knobs
-
-    from bough.kernels.runtime import nvrtc
-
-    found: list[tuple[float, str]] = []
-    taken, compile_cuda = 0, nvrtc._compile
-
-    def listener(*, src: Any, cache_hit: bool, **_: Any) -> None:
-        if not cache_hit:
-            found.append((time.perf_counter(), src.name))
-
-    def compiled_cuda(library: Any, source: str, options: list[str]) -> bytes:
-        found.append((time.perf_counter(), " ".join(["CUDA C++", *options[2:5]])))
-        return compile_cuda(library, source, options)
-
-    def names(*, before_capture: float) -> set[str]:
-        nonlocal taken
-        since = time.perf_counter() - before_capture if before_capture else 0.0
-        new, taken = found[taken:], len(found)
-        return {name for at, name in new if at >= since}
-
-    knobs.compilation.listener, nvrtc._compile = listener, compiled_cuda
-    return names
 
 
 class Starts:

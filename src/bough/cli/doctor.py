@@ -5,7 +5,6 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,7 +20,7 @@ from bough.cli import view
 from bough.cli.kernel_report import gpu_report
 from bough.cli.loading import show_warnings
 from bough.errors import UsageError
-from bough.memory.host import physical_memory
+from bough.memory.host import nvidia_smi, physical_memory
 
 LIBRARIES = ("numpy", "safetensors", "tokenizers", "jinja2", "huggingface-hub", "typer", "rich")
 LOW_DISK = 20 << 30  # a 27B model at four bits takes 17 GB
@@ -191,14 +190,8 @@ def _driver() -> str | None:
             return match[1]
     except OSError:
         pass
-    if (program := shutil.which("nvidia-smi")) is None:
-        return None
-    query = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return answer.split("\n")[0].strip() or None
+    cards = nvidia_smi(["driver_version"])
+    return cards[0][0] or None if cards else None
 
 
 def resources() -> Iterator[Check]:

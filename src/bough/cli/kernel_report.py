@@ -3,14 +3,13 @@
 import contextlib
 import math
 import platform
-import shutil
-import subprocess
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import bough
 from bough.cli import view
 from bough.errors import ResourceError
+from bough.memory.host import nvidia_smi
 
 if TYPE_CHECKING:
     import torch
@@ -143,19 +142,11 @@ def facts(device: "torch.device", best: "Peaks") -> dict[str, str]:
 
 def _of_driver(device: "torch.device") -> dict[str, str]:
     """Return what nvidia-smi says of the card; nothing where it is missing."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return {}
     import torch
 
     uuid = str(torch.cuda.get_device_properties(device).uuid)
-    query = [program, f"--id=GPU-{uuid}", f"--query-gpu={','.join(_QUERY.values())}", "--format=csv,noheader"]
-    try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    values = [value.strip() for value in answer.split("\n")[0].split(",")]
-    return dict(zip(_QUERY, values, strict=False))
+    cards = nvidia_smi(list(_QUERY.values()), f"--id=GPU-{uuid}")
+    return dict(zip(_QUERY, cards[0], strict=False)) if cards else {}
 
 
 def page(header: dict[str, str], results: "Sequence[Result]", best: "Peaks", limit: int) -> str:

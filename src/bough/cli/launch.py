@@ -51,6 +51,7 @@ class Server:
     base: str  # its address, without /v1
     model: str = NAME
     context: int | None = None  # tokens
+    sees: bool = False  # images
 
 
 class NotThere(BoughError):
@@ -134,11 +135,13 @@ def plan(client: Client, server: Server, key: str, arguments: list[str]) -> Star
         case Client.opencode:
             room = server.context
             limits = {"limit": {"context": room, "output": room // 2}} if room else {}
+            inputs = {"input": ["text", "image"], "output": ["text"]}
+            images = {"modalities": inputs} if server.sees else {}
             provider = {
                 "npm": "@ai-sdk/openai-compatible",
                 "name": "Bough",
                 "options": {"baseURL": f"{base}/v1", "apiKey": key},
-                "models": {model: {"name": model} | limits},
+                "models": {model: {"name": model} | limits | images},
             }
             named = f"{NAME}/{model}"
             settings = {"provider": {NAME: provider}, "model": named, "small_model": named}
@@ -166,7 +169,7 @@ def _server(base: str, key: str | None, *, needed: bool) -> Server:
         if health.status_code == LOADING:
             raise ServerFailed(f"the server at {base} is still loading its model", "try again in a while")
         session = RemoteSession.connect(base, key=key, model=None)
-        return Server(base, session.name, session.context)
+        return Server(base, session.name, session.context, bool(session.sees))
     except ServerFailed as error:
         if not needed:
             return Server(base)

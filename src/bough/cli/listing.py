@@ -1,8 +1,6 @@
 """`bough list`: models and drafts on this machine, and names that can be pulled."""
 
 import re
-import shutil
-import subprocess
 from typing import Annotated, Any
 
 import typer
@@ -17,7 +15,7 @@ from bough.hub.cache import Cached
 from bough.hub.download import cache_folder, offered
 from bough.hub.names import readable
 from bough.hub.resolve import meaning
-from bough.memory.host import physical_memory
+from bough.memory.host import nvidia_smi, physical_memory
 
 BYTES_PER_WEIGHT = 0.61  # of Q4_K_M, which the cards name
 # A model needs about this much more than its file: draft, buffers, a context of some thousand tokens.
@@ -116,15 +114,11 @@ def _quantisations(name: str, *, as_json: bool) -> None:
 
 def _memory() -> tuple[str, int]:
     """Return name and bytes of the largest GPU, without one of the host's memory. Imports no torch."""
-    query = ["nvidia-smi", "--query-gpu=memory.total,name", "--format=csv,noheader,nounits"]
-    if shutil.which(query[0]):
-        try:
-            answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
-            cards = [line.split(",", 1) for line in answer.strip().splitlines()]
-            size, name = max((int(size) << 20, name.strip()) for size, name in cards)
-            return name, size
-        except (OSError, ValueError, subprocess.SubprocessError):
-            pass
+    cards = nvidia_smi(["memory.total", "name"])
+    sizes = [(int(size.split()[0]) << 20, name) for size, name in cards if size[:1].isdigit()]
+    if sizes:
+        size, name = max(sizes)
+        return name, size
     return CPU, physical_memory()
 
 

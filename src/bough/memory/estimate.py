@@ -13,7 +13,7 @@ import torch
 from bough.config import DraftConfig, EngineConfig
 from bough.gguf.reader import GGUFFile
 from bough.gguf.types import QuantType
-from bough.kernels.attention.reference import SPLITS
+from bough.kernels.attention.records import SPLITS
 from bough.kernels.quant_matmul import BUCKETS
 from bough.kernels.sampling import make_workspace
 from bough.kernels.sampling.state import SamplingState

@@ -1,7 +1,10 @@
-"""The memory of this machine, on systems that have no `os.sysconf` too. Imports no torch."""
+"""The memory of this machine, and what the driver of its GPU says. Imports no torch."""
 
 import ctypes
 import os
+import shutil
+import subprocess
+from collections.abc import Sequence
 
 _UNKNOWN = 8 << 30  # where the system does not say
 
@@ -36,3 +39,16 @@ def _windows() -> _MemoryStatus:
     if (windll := getattr(ctypes, "windll", None)) is not None:
         windll.kernel32.GlobalMemoryStatusEx(ctypes.byref(status))
     return status
+
+
+def nvidia_smi(fields: Sequence[str], *options: str) -> list[list[str]]:
+    """Return what NVIDIA's driver says of each card, a text for each field; nothing where it says nothing."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    query = [program, *options, f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [[value.strip() for value in line.split(",")] for line in answer.splitlines() if line.strip()]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from bough.kernels.attention import chunk_attention, paged_attention
+from bough.kernels.attention import PagedContext, chunk_attention, paged_attention
 from bough.kernels.causal_conv import ConvRows, ConvWeights, chunk_heads, tree_conv
 from bough.kernels.delta_rule import DeltaRows, fold_path, slot_delta, tree_delta
 from bough.kernels.experts import ExpertStack, combine, expert_matmul, route_rows
@@ -121,13 +121,12 @@ class Attention:
         cache: dict[str, Any] = {"keys": keys, "values": values, "pages": context.pages}
         cache |= {"offsets": context.offsets, "interleaved": spec.family.rope_interleaved}
         q = cache_heads(q, k, v, self._norms, spec.eps, context.cos, context.sin, **cache)
-        tables = (context.page_table, context.lengths)
+        tables = (context.page_table, context.lengths, context.ancestors, context.first, context.window)
+        paged = PagedContext(keys, values, *tables)
         if context.ancestors is None:
-            out = chunk_attention(q, keys, values, *tables, span=context.span, gate=gate)
+            out = chunk_attention(q, paged, span=context.span, gate=gate).flatten(-2)
         else:
-            tree = (context.ancestors, context.first)
-            out = paged_attention(q, keys, values, *tables, *tree, window=context.window, gate=gate)
-        out = out.flatten(-2)
+            out = paged_attention(q, paged, gate=gate).flatten(-2)
         if not (self.fused and self._out_takes_packed):
             return self._out(out)[0]
         return in_stream(self._out.partial_sums(pack_rows(out.flatten(0, 1)))[0], context.batch)

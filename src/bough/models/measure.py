@@ -22,27 +22,8 @@ class MeasuringLoader(WeightLoader):
     Nothing is computed on meta tensors: the first time takes torch two seconds.
     """
 
-    def __init__(
-        self,
-        file: TensorSource,
-        *,
-        tiles: bool,
-        dtype: torch.dtype = torch.float32,
-        expand: bool = True,
-        host_embedding: bool = False,
-        host_experts: int = 0,
-        int8_prefill: bool = False,
-    ):
-        super().__init__(
-            file,
-            device=META,
-            dtype=dtype,
-            expand=expand,
-            tiles=tiles,
-            host_embedding=host_embedding,
-            host_experts=host_experts,
-            int8_prefill=int8_prefill,
-        )
+    def __init__(self, file: TensorSource, *, tiles: bool, **options: Any):
+        super().__init__(file, device=META, tiles=tiles, **options)
         self.tile_bytes = self.host_bytes = 0
 
     def vector(self, name: str, *shape: int) -> Tensor:

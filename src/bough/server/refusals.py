@@ -81,6 +81,7 @@ def _refused(status: int) -> bool:
 def _message(body: bytes) -> str:
     """Return the message of a protocol's error object."""
     try:
-        return str(json.loads(body)["error"]["message"])
+        error = json.loads(body)["error"]
+        return str(error["message"] if isinstance(error, dict) else error)  # Ollama's is a text
     except (ValueError, KeyError, TypeError):
         return ""

@@ -7,6 +7,7 @@ import logging
 import signal
 import socket
 import sys
+import warnings
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
@@ -53,6 +54,7 @@ def serve(
     make_worker: what runs a model's requests, if not an engine in this process.
     """
     sys.setswitchinterval(SWITCH_S)
+    warnings.filterwarnings("ignore", module=r"PIL\.")  # of files of clients, who get errors instead
     metrics = metrics or Metrics()
     ended = record(metrics)
     # Kernels of two models share buffers: their steps, and the loading of one, do not overlap.

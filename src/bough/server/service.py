@@ -99,7 +99,7 @@ class Service:
 
     async def _with_images(self, requests: list[TextRequest]) -> list[TextRequest]:
         """Return the requests, choices of one prompt, with their images read, in a thread."""
-        messages, limits = requests[0].messages, self.session.images
+        messages, limits = requests[0].messages if requests else None, self.session.images
         if messages is None or not has_images(messages):
             return requests
         fetched: Mapping[str, bytes] = {}
@@ -133,7 +133,7 @@ class Service:
         if await self.checks.run("plain", lambda: any(session.scores(each) for each in requests)):
             return await self.checks.run("scored", _checked_requests, session, requests)
         kind = "constrained" if any(each.constrained for each in requests) else "plain"
-        if has_images(requests[0].messages):
+        if requests and has_images(requests[0].messages):
             kind = "images"
         return await self.checks.run(kind, _checked_requests, session, requests)
 

@@ -92,12 +92,20 @@ class RemoteSession:
     """One model of a server."""
 
     def __init__(
-        self, http: httpx.Client, url: str, *, name: str, ours: bool = False, context: int | None = None
+        self,
+        http: httpx.Client,
+        url: str,
+        *,
+        name: str,
+        ours: bool = False,
+        context: int | None = None,
+        sees: bool | None = None,
     ):
         self.name = name
         self.url = url
         self.ours = ours  # a Bough server, with extensions of the protocol
         self.context = context  # tokens, where the server says how many
+        self.sees = sees  # images, where the server says so
         self._http = http
 
     @classmethod
@@ -115,8 +123,17 @@ class RemoteSession:
             raise ServerFailed(f"{base}/models lists no model", "name one: bough chat NAME --url URL")
         ours = any(entry.get("owned_by") == OURS for entry in models)
         name = model or models[0]["id"]
-        context = next((entry.get("max_model_len") for entry in models if entry["id"] == name), None)
-        return cls(http, base, name=name, ours=ours, context=context if isinstance(context, int) else None)
+        entry = next((entry for entry in models if entry["id"] == name), {})
+        context, about = entry.get("max_model_len"), entry.get("architecture")
+        inputs = about.get("input_modalities") if isinstance(about, Mapping) else None
+        return cls(
+            http,
+            base,
+            name=name,
+            ours=ours,
+            context=context if isinstance(context, int) else None,
+            sees="image" in inputs if isinstance(inputs, list) else None,
+        )
 
     def generate(
         self, body: Mapping[str, Any], *, cancelled: Callable[[], bool]

@@ -7,9 +7,11 @@ import socket
 import pytest
 
 from bough.errors import UsageError
+from bough.images.opening import ImageLimits
 from bough.session.remote import RemoteSession, ServerFailed, address
 from tests.cli.chat_server import ChatServer, echo, thought
 from tests.images.files import encoded, quarters
+from tests.server.live import scripted
 
 
 @pytest.fixture(autouse=True)
@@ -198,3 +200,16 @@ def test_a_picture_is_sent_as_a_data_url(bough, tmp_path):
     image, text = server.requests[0]["messages"][0]["content"]
     assert text == {"type": "text", "text": "look"}
     assert image["image_url"]["url"] == f"data:image/png;base64,{base64.b64encode(data).decode()}"
+
+
+def test_a_server_that_says_it_cannot_see(bough, tmp_path):
+    (tmp_path / "a.png").write_bytes(encoded(quarters(), "PNG"))
+    talk = f"/image {tmp_path}/a.png\n"
+    with scripted() as server:
+        blind = bough("chat", "--url", server.url, stdin=talk)
+    assert blind.exit_code == 2 and "was loaded without its image encoder" in blind.stderr
+    with scripted(images=ImageLimits()) as server:
+        seeing = bough("chat", "--url", server.url, stdin=f"{talk}look\n")
+        assert seeing.exit_code == 0, seeing.stderr
+        [message] = server.session.seen[-1].messages
+    assert message["content"][0]["image"].data == encoded(quarters(), "PNG")

@@ -13,7 +13,6 @@ from bough.session.remote import OURS, RemoteEnd, RemoteSession, ServerFailed
 
 class RemoteBackend:
     breakable = True
-    sees = True  # else the server says so
 
     def __init__(self, session: RemoteSession):
         self.name, self._session = session.name, session
@@ -22,6 +21,10 @@ class RemoteBackend:
     def about(self) -> str:
         context = self._session.context
         return f"{f'context {context:,} tokens · ' if context else ''}{self._session.url}"
+
+    @property
+    def sees(self) -> bool:
+        return self._session.sees is not False
 
     def check(self, settings: ChatSettings) -> None:
         if settings.draft_budget is not None and not self._session.ours:

@@ -229,7 +229,8 @@ def _text(path: Path) -> str:
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is not text: byte {error.start} is not UTF-8") from error
+        reason = f"{path} is not text: byte {error.start} is not UTF-8"
+        raise UsageError(reason, "/image sends a picture") from error
     return text
 
 

@@ -1,48 +1,27 @@
 """Attention of new rows over a paged KV cache that already holds their own K and V, on a CPU, in torch."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from bough.kernels.attention.reference import SINKS, gathered
+from bough.kernels.attention.records import SINKS, PagedContext
 from bough.kernels.kv_cache.format import HeadPool
+from bough.kernels.kv_cache.reference import decode
 from bough.kernels.kv_cache.rotation import rotate, rotate_back
 
 
-def paged_attention(
-    q: Tensor,
-    keys: HeadPool,
-    values: HeadPool,
-    page_table: Tensor,
-    lengths: Tensor,
-    ancestors: Tensor | None,
-    first: Tensor | None = None,
-    *,
-    window: int | None = None,
-    gate: Tensor | None = None,
-) -> Tensor:
-    """q [B, T, H, D]; keys, values [pages, KV, page, row]; page_table [B, P]; lengths [B] committed tokens.
+def paged_attention(q: Tensor, context: PagedContext, *, gate: Tensor | None = None) -> Tensor:
+    """Return the attention [B, T, H, D] of q [B, T, H, D] as `PagedContext` says, with the sums in any order.
 
-    Row i of sequence b is at index lengths[b] + i. It attends to the committed tokens and the rows j whose
-    bit is set in ancestors[b, i]: itself and those above it; without ancestors [B, T] to the rows before it
-    and itself. Its position p is lengths[b] and the number of rows above it. With a window it attends only to
-    positions from p - window + 1 on and to the first 64. Query head h reads KV head h // (H / KV). The output
-    is multiplied by the sigmoid of gate [B, T, H, D] if given. Ragged rows: q, gate [1, N, H, D], ancestors
-    [1, N], those of sequence s from first[s] to first[s + 1]; the output of rows after the last is zero.
-
-    A quantised pool stores rotated rows. The order of the sums is torch's; see reference.py.
+    It is multiplied by the sigmoid of gate [B, T, H, D] if given. Ragged rows: q, gate [1, N, H, D], those of
+    sequence s from first[s] to first[s + 1]; the output of rows after the last is zero.
     """
-    if first is not None and ancestors is not None:
-        out = torch.zeros_like(q)
-        for item, (begin, end) in enumerate(pairwise(first.tolist())):
-            if end > begin:
-                tables = (page_table[item, None], lengths[item, None], ancestors[:, begin:end])
-                opening = None if gate is None else gate[:, begin:end]
-                rows = paged_attention(q[:, begin:end], keys, values, *tables, window=window, gate=opening)
-                out[:, begin:end] = rows
-        return out
+    if context.first is not None and context.ancestors is not None:
+        return _ragged(q, context, context.first.tolist(), context.ancestors, gate)
+    keys, values, lengths = context.keys, context.values, context.lengths
     rows, heads = q.shape[1:3]
     kv_heads = keys.codes.shape[1]
     group = heads // kv_heads
@@ -50,14 +29,14 @@ def paged_attention(
     # The query heads of a KV head become rows of one matmul: [B, KV, group * T, D].
     packed = queries.unflatten(2, (kv_heads, group)).permute(0, 2, 3, 1, 4).flatten(2, 3)
     span = int(lengths.max()) + rows
-    k, v = (gathered(pool, page_table, span).to(q.dtype) for pool in (keys, values))
+    k, v = (_gathered(pool, context.page_table, span).to(q.dtype) for pool in (keys, values))
     mask = None
-    if rows > 1 or len(q) > 1 or window is not None:
-        visible = _visible(rows, ancestors, lengths)
+    if rows > 1 or len(q) > 1 or context.window is not None:
+        visible = _visible(rows, context.ancestors, lengths)
         mask = _mask(visible, lengths, span)
-        if window is not None:
+        if context.window is not None:
             positions = lengths[:, None] + visible.sum(2) - 1
-            mask = mask & _within(lengths, positions, span, window)
+            mask = mask & _within(lengths, positions, span, context.window)
         if len(q) > 1:
             # Rows after a shorter sequence belong to another one: not even a NaN of it may get through.
             foreign = (torch.arange(span, device=q.device) >= lengths[:, None] + rows)[:, None, :, None]
@@ -70,18 +49,22 @@ def paged_attention(
     return out if gate is None else out * gate.sigmoid()
 
 
-def chunk_attention(
-    q: Tensor,
-    keys: HeadPool,
-    values: HeadPool,
-    page_table: Tensor,
-    lengths: Tensor,
-    *,
-    span: int,
-    gate: Tensor | None = None,
+def _ragged(
+    q: Tensor, context: PagedContext, first: list[int], ancestors: Tensor, gate: Tensor | None
 ) -> Tensor:
-    """Return the same without ancestors; span: of the longest sequence, its rows included."""
-    return paged_attention(q, keys, values, page_table, lengths, None, gate=gate)
+    out = torch.zeros_like(q)
+    for item, (begin, end) in enumerate(pairwise(first)):
+        if end > begin:
+            tables = {"page_table": context.page_table[item, None], "lengths": context.lengths[item, None]}
+            alone = replace(context, **tables, ancestors=ancestors[:, begin:end], first=None)
+            opening = None if gate is None else gate[:, begin:end]
+            out[:, begin:end] = paged_attention(q[:, begin:end], alone, gate=opening)
+    return out
+
+
+def chunk_attention(q: Tensor, context: PagedContext, *, span: int, gate: Tensor | None = None) -> Tensor:
+    """Return the same of prompt text; span: of the longest sequence, its rows included."""
+    return paged_attention(q, context, gate=gate)
 
 
 def _visible(rows: int, ancestors: Tensor | None, lengths: Tensor) -> Tensor:
@@ -156,3 +139,25 @@ def block_attention(
         )
         out[b] = rows[0].transpose(0, 1)
     return out
+
+
+def _gathered(pool: HeadPool, page_table: Tensor, span: int) -> Tensor:
+    """Return [B, KV, span, D], dequantised.
+
+    Floats are a view where a single sequence has contiguous pages and the pool has its heads outermost in
+    memory, the common case on a CPU.
+    """
+    pages = page_table[:, : -(-span // pool.page)]
+    places: Tensor | slice = pages
+    if len(pages) == 1:
+        first, count = int(pages[0, 0]), pages.shape[1]
+        if bool((pages[0] == torch.arange(first, first + count, device=pages.device)).all()):
+            places = slice(first, first + count)
+
+    def tokens(plane: Tensor) -> Tensor:
+        rows = plane[places] if isinstance(places, Tensor) else plane[None, places]
+        return rows.transpose(1, 2).flatten(2, 3)[:, :, :span]
+
+    if pool.scales is None:
+        return tokens(pool.codes)
+    return decode(tokens(pool.codes), tokens(pool.scales), pool.format, pool.dim)

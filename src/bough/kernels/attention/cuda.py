@@ -2,13 +2,12 @@
 
 import ctypes
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from bough.kernels.attention.reference import SINKS
-from bough.kernels.attention.tree_rows import tree_rows
+from bough.kernels.attention.records import SINKS, PagedContext
 from bough.kernels.attention.triton_kernels import LOG2_E, SPLITS, TAILS, TIERS, SplitResults
 from bough.kernels.kv_cache.format import FORMATS, HeadPool
 from bough.kernels.kv_cache.reference import TQ3_LEVELS
@@ -25,7 +24,6 @@ BLOCK = 64  # keys at a time
 STORED = ("f16", "bf16", "q8_0", "q5_0", "q4_0", "tq3_0")
 # Queries of a tile, with 4 warps and with 12. 24 rows of 6 query heads are one tile of 144.
 NARROW, WIDE = (8, 16, 24), (48, 96, 144)
-GROUPED = True  # use warp-group mma where the card has it
 _MAX_STAGES = 4
 # Rows of 128 bytes in shared memory, groups of eight rows 1024 bytes apart, in the 128-byte swizzle.
 _SWIZZLED = 1024 >> 4 | 1 << 30
@@ -119,7 +117,7 @@ def tile_of(
     Where shared memory holds no wide tile (q8_0 in 99 KiB), many queries are several narrow ones.
     Whether it is None does not depend on `queries`: a row's result must not depend on the other rows.
     """
-    stage, grouped = _stage_bytes(keys, values), GROUPED and card.arch == "sm_90"
+    stage, grouped = _stage_bytes(keys, values), card.arch == "sm_90"
 
     def tile(size: int) -> Tile:
         fixed = _fixed_bytes(size, grouped)
@@ -138,11 +136,9 @@ def tile_of(
     return tile(min(wide, key=lambda size: (-(-queries // size) * (size + _TILE_COST), -size)))
 
 
-def takes_paged_attention(
-    q: Tensor, keys: HeadPool, values: HeadPool, *tables: Tensor | None, **options: object
-) -> bool:
-    """Return whether the kernel takes them, for a tree: tables are page_table, lengths, ancestors, first."""
-    return tables[2] is not None and takes(q, keys, values)
+def takes_paged_attention(q: Tensor, context: PagedContext, **options: object) -> bool:
+    """Return whether the kernel takes them: for a tree."""
+    return context.ancestors is not None and takes(q, context.keys, context.values)
 
 
 def takes(q: Tensor, keys: HeadPool, values: HeadPool) -> bool:
@@ -184,40 +180,22 @@ class _Arguments(ctypes.Structure):
     ]
 
 
-def ragged_attention(
-    q: Tensor,
-    keys: HeadPool,
-    values: HeadPool,
-    page_table: Tensor,
-    lengths: Tensor,
-    ancestors: Tensor,
-    first: Tensor | None = None,
-    *,
-    window: int | None = None,
-    gate: Tensor | None = None,
-) -> Tensor:
-    """Return the attention [R, H, D] of q [R, H, D]: rows first[b] to first[b + 1] - 1 are sequence b's tree.
-
-    first [S + 1] begins with 0, and rows from first[S] on are padding, whose output is zero; without it all
-    trees have as many rows. A tree has at most MAX_ROWS rows. ancestors, gate: see cpu.paged_attention,
-    for R rows.
-    """
-    q, ancestors = q.contiguous(), ancestors.contiguous()
-    rows, heads, _ = q.shape
-    sequences = len(lengths)
+def paged_attention(q: Tensor, context: PagedContext, *, gate: Tensor | None = None) -> Tensor:
+    """See cpu.paged_attention: of trees, whose rows may be ragged."""
+    keys, values, page_table, lengths = context.keys, context.values, context.page_table, context.lengths
+    shape, first = q.shape, context.first
+    q, ancestors, gate = context.tree_rows(q, gate)
+    (rows, heads, _), sequences = q.shape, len(lengths)
     kv_heads, page = keys.codes.shape[1:3]
     assert takes(q, keys, values), f"{q.shape}, {q.dtype}, {keys.format.name}, {values.format.name}"
-    assert keys.codes.shape[:3] == values.codes.shape[:3], f"{keys.codes.shape}, {values.codes.shape}"
     assert keys.codes.numel() // keys.codes.shape[-1] < 1 << 31, (
         f"{keys.codes.shape}: row numbers have 32 bits"
     )
-    assert heads % kv_heads == 0, f"{heads} heads over {kv_heads}"
-    assert first is not None or rows % sequences == 0, f"{rows} rows of {sequences} sequences"
     for numbers in (page_table, lengths, ancestors, *(() if first is None else (first,))):
         assert numbers.dtype == torch.int64 and numbers.stride(-1) == 1, f"{numbers.dtype}, needed int64"
     group = heads // kv_heads
     names, needed = (keys.format.name, values.format.name), -(-rows // sequences) * group
-    tile = tile_of(card_of(q.device), *names, needed, page=page, window=window is not None)
+    tile = tile_of(card_of(q.device), *names, needed, page=page, window=context.window is not None)
     assert tile is not None
     parts = SplitResults(q, kv_heads, TAILS)
     tiles = (
@@ -226,7 +204,7 @@ def ragged_attention(
     teams = -(-rows * kv_heads * -(-group // 8) // tile.teams)
     pointers = (q, *tensors(keys), *tensors(values), page_table, lengths, first, ancestors)
     results = (parts.tops, parts.weights, parts.sums, parts.active)
-    numbers = (rows, sequences, page_table.stride(0), window or 0, kv_heads, group)
+    numbers = (rows, sequences, page_table.stride(0), context.window or 0, kv_heads, group)
     arguments = _Arguments(
         *(None if pointer is None else pointer.data_ptr() for pointer in (*pointers, *results)),
         *(DIM**-0.5 * LOG2_E, *numbers),
@@ -234,7 +212,4 @@ def ragged_attention(
     grid = (tiles * kv_heads * (SPLITS + 1) + teams, 1)
     _kernel(tile, q.device)(grid, [arguments, ctypes.c_int(tiles), ctypes.c_int(teams)])
     end = None if first is None else first[-1:]
-    return parts.merge(gate, group_size(DIM) if values.format.quantised else 0, end)
-
-
-paged_attention = partial(tree_rows, ragged_attention)
+    return parts.merge(gate, group_size(DIM) if values.format.quantised else 0, end).view(shape)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bough.kernels.attention.records import PagedContext
 from bough.kernels.kv_cache.format import HeadPool
 from bough.kernels.kv_cache.triton_kernels import expand
 from bough.kernels.runtime import dry_run
@@ -150,25 +151,17 @@ def takes(pool: HeadPool) -> bool:
     return 16 <= pool.dim <= 256 and pool.dim & (pool.dim - 1) == 0
 
 
-def takes_chunk_attention(q: Tensor, keys: HeadPool, *rest: object, **options: object) -> bool:
-    return takes(keys)
+def takes_chunk_attention(q: Tensor, context: PagedContext, **options: object) -> bool:
+    return takes(context.keys)
 
 
-def chunk_attention(
-    q: Tensor,
-    keys: HeadPool,
-    values: HeadPool,
-    page_table: Tensor,
-    lengths: Tensor,
-    *,
-    span: int,
-    gate: Tensor | None = None,
-) -> Tensor:
-    """See cpu.paged_attention without ancestors; span: of the longest sequence, rows included."""
+def chunk_attention(q: Tensor, context: PagedContext, *, span: int, gate: Tensor | None = None) -> Tensor:
+    """See cpu.chunk_attention."""
+    keys, page_table, lengths = context.keys, context.page_table, context.lengths
     q = q.contiguous()
     batch, rows, heads, dim = q.shape
     kv_heads, page = keys.codes.shape[1:3]
-    sides = (keys, values)
+    sides = (keys, context.values)
     for side in sides:
         assert takes(side) and side.dim == dim, f"heads of {side.dim}, queries of {dim}"
         assert side.codes.is_contiguous() and side.page == page, f"{side.codes.shape}"

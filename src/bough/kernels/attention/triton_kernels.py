@@ -4,24 +4,22 @@ The query heads of a KV head are rows of one matmul. Over the KV cache a row's b
 tree.cu describes the partial results. Over a draft's ring the splits follow the ring's length.
 """
 
-from functools import partial
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from bough.kernels.attention import reference
-from bough.kernels.attention.tree_rows import tree_rows
+from bough.kernels.attention import records
+from bough.kernels.attention.records import PagedContext
 from bough.kernels.kv_cache.format import HeadPool
 from bough.kernels.kv_cache.rotation import group_size
 from bough.kernels.kv_cache.triton_kernels import form, load_rows, rotate, rotation_matrix, takes, tensors
 from bough.kernels.runtime.device import capability_of
 from bough.kernels.runtime.triton_pdl import launch_options, wait_for_inputs
 
-SPLITS, TIERS = reference.SPLITS, reference.TIERS
+SPLITS, TIERS = records.SPLITS, records.TIERS
 TAILS = 2  # partial results after the splits: a row's last two blocks
-SINKS = tl.constexpr(reference.SINKS)
+SINKS = tl.constexpr(records.SINKS)
 LOG2_E = 1.4426950408889634
 
 
@@ -477,29 +475,27 @@ def _type(pool: HeadPool) -> tl.dtype:
     return tl.float16
 
 
-def ragged_attention(
-    q: Tensor,
-    keys: HeadPool,
-    values: HeadPool,
-    page_table: Tensor,
-    lengths: Tensor,
-    ancestors: Tensor,
-    first: Tensor | None = None,
-    *,
-    window: int | None = None,
-    gate: Tensor | None = None,
-) -> Tensor:
-    """See cuda.ragged_attention.
+def takes_paged_attention(q: Tensor, context: PagedContext, **options: object) -> bool:
+    """Return whether the kernel takes them: for a tree."""
+    return context.ancestors is not None and takes(context.keys) and takes(context.values)
+
+
+def paged_attention(q: Tensor, context: PagedContext, *, gate: Tensor | None = None) -> Tensor:
+    """See cpu.paged_attention: of trees, whose rows may be ragged.
 
     Two launches for all formats: queries are rotated in the first, the output back in the second.
     """
-    q = q.contiguous()
+    keys, values, lengths, first, shape = (
+        context.keys,
+        context.values,
+        context.lengths,
+        context.first,
+        q.shape,
+    )
+    q, ancestors, gate = context.tree_rows(q, gate)
     (rows, heads, dim), sequences = q.shape, len(lengths)
     kv_heads, page = keys.codes.shape[1:3]
     assert takes(keys) and takes(values) and keys.dim == values.dim == dim, f"heads of {dim}"
-    assert keys.codes.shape[:3] == values.codes.shape[:3], f"{keys.codes.shape}, {values.codes.shape}"
-    assert heads % kv_heads == 0, f"{heads} heads over {kv_heads}"
-    assert first is not None or rows % sequences == 0, f"{rows} rows of {sequences} sequences"
     parts, rotation, group = SplitResults(q, kv_heads, TAILS), group_size(dim), heads // kv_heads
     row_bytes = max(keys.format.code_bytes(dim), values.format.code_bytes(dim))
     sizes = tiles(dim, row_bytes, capability_of(q.device))
@@ -510,29 +506,19 @@ def ragged_attention(
     else:
         count = rows * group // block + sequences
     _paged_kernel[((count * (SPLITS + 1) + rows) * kv_heads,)](
-        q, *tensors(keys), *tensors(values), page_table, lengths, lengths if first is None else first,
-        ancestors.contiguous(), parts.tops, parts.weights, parts.sums, parts.active,
-        dim**-0.5 * LOG2_E, rows, sequences, count, page_table.stride(0), window or 0,
+        q, *tensors(keys), *tensors(values), context.page_table, lengths, lengths if first is None else first,
+        ancestors, parts.tops, parts.weights, parts.sums, parts.active,
+        dim**-0.5 * LOG2_E, rows, sequences, count, context.page_table.stride(0), context.window or 0,
         KV=kv_heads, GROUP=group, PAGE=page, D=dim, BLOCK=triton.next_power_of_2(dim),
         ROTATION=rotation if keys.format.quantised else 0, KEYS=form(keys), VALUES=form(values),
         KEY_TYPE=_type(keys), VALUE_TYPE=_type(values), SPLITS=SPLITS, TIER0=TIERS[0][0], SPLITS0=TIERS[0][1],
-        TIER1=TIERS[1][0], SPLITS1=TIERS[1][1], WINDOW=window is not None, RAGGED=first is not None,
+        TIER1=TIERS[1][0], SPLITS1=TIERS[1][1], WINDOW=context.window is not None, RAGGED=first is not None,
         PRECISION="ieee",
         # A fused multiply-add rounds once: the two loops must not differ in that.
         enable_fp_fusion=False, **sizes,
     )  # fmt: skip
     end = None if first is None else first[-1:]
-    return parts.merge(gate, rotation if values.format.quantised else 0, end)
-
-
-paged_attention = partial(tree_rows, ragged_attention)
-
-
-def takes_paged_attention(
-    q: Tensor, keys: HeadPool, values: HeadPool, *tables: Tensor | None, **options: object
-) -> bool:
-    """Return whether the kernel takes them, for a tree: tables are page_table, lengths, ancestors, first."""
-    return tables[2] is not None and takes(keys) and takes(values)
+    return parts.merge(gate, rotation if values.format.quantised else 0, end).view(shape)
 
 
 def takes_block_attention(q: Tensor, *rest: object, **options: object) -> bool:

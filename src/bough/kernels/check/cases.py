@@ -5,9 +5,8 @@ in this package: one that no case launches fails it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 from bough.gguf.quants import dequantise
 from bough.gguf.types import QuantType
 from bough.kernels import attention, causal_conv, commit, delta_rule, experts, norm_rope, slot_mapping, tree
+from bough.kernels.attention import PagedContext
 from bough.kernels.attention import cpu as attention_cpu
 from bough.kernels.causal_conv import ConvRows, ConvWeights, DeltaBuffers
 from bough.kernels.causal_conv import reference as conv_reference
@@ -34,6 +34,7 @@ from bough.kernels.quant_matmul import (
     BUCKETS,
     Layout,
     PackedRows,
+    PackedWeight,
     int8,
     pack_rows,
     packed_matmul,
@@ -64,7 +65,7 @@ class Work:
     run: Callable[..., Outputs]  # takes what `fresh` returns, and may change it
     reference: Callable[..., Outputs]
     tolerance: float  # of the relative RMS error; 0: the same bits
-    fresh: Callable[[], Sequence[Tensor]] = tuple
+    fresh: Callable[[], Sequence[Any]] = tuple
     read: int = 0  # bytes that must be read from the GPU's memory
     flops: int = 0
 
@@ -99,20 +100,90 @@ def _made(random: Random, make: Callable[[], Work]) -> Work:
     return make()
 
 
+class _InDouble:
+    """The functions of a module, computed in float64."""
+
+    def __init__(self, functions: Any):
+        self._functions = functions
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return _in_double(getattr(self._functions, name))
+
+
+def _in_double(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*inputs: Any, **options: Any) -> Any:
+        return function(*map(_doubled, inputs), **{name: _doubled(value) for name, value in options.items()})
+
+    return call
+
+
+def _doubled(value: Any) -> Any:
+    if isinstance(value, DeltaHeads):
+        return DeltaHeads(*map(_doubled, value))
+    return value.double() if isinstance(value, Tensor) and value.dtype == torch.float32 else value
+
+
+def _outputs(result: Any) -> Outputs:
+    """Return what a function returned as tensors, packed rows as floats."""
+    if isinstance(result, Tensor):
+        return [result]
+    if isinstance(result, PackedRows):
+        return [_floats(result)[None]]
+    return [tensor for part in result for tensor in _outputs(part)]
+
+
 def _floats(x: PackedRows) -> Tensor:
-    """Return packed rows as floats."""
     return x.halves()[:, : x.columns].float() * x.scale[:, None]
 
 
-def _matmul(random: Random, type: QuantType, rows: int, shape: tuple[int, int], tolerance: float) -> Work:
-    weight, x = random.weight(type, *shape), random.normal(rows, shape[1])
+def _copied(value: Any) -> Any:
+    return value.map(torch.clone) if isinstance(value, HeadPool) else value.clone()
+
+
+def _function(
+    kernel: Callable[..., Any],
+    reference: Callable[..., Any],
+    tolerance: float,
+    *inputs: Any,
+    read: int = 0,
+    flops: int = 0,
+    **options: Any,
+) -> Work:
+    """A function of inputs that it does not change, against its reference in float64."""
+    exact = _in_double(reference)
     return Work(
-        lambda: [packed_matmul(x, weight)],
-        lambda: [x.double() @ unpack(weight).double().T],
+        lambda: _outputs(kernel(*inputs, **options)),
+        lambda: _outputs(exact(*inputs, **options)),
         tolerance,
-        read=weight.nbytes,
-        flops=2 * rows * shape[0] * shape[1],
+        read=read,
+        flops=flops,
     )
+
+
+def _both(
+    compute: Callable[..., Any],
+    kernels: Any,
+    reference: Any,
+    tolerance: float,
+    *changed: Tensor | HeadPool,
+    double: bool = False,
+    read: int = 0,
+    flops: int = 0,
+) -> Work:
+    """Work with kernels, and with their reference, each on copies of what it changes."""
+    exact = _InDouble(reference) if double else reference
+    return Work(
+        lambda *buffers: _outputs(compute(kernels, *buffers)),
+        lambda *buffers: _outputs(compute(exact, *(map(_doubled, buffers) if double else buffers))),
+        tolerance,
+        lambda: [_copied(buffer) for buffer in changed],
+        read,
+        flops,
+    )
+
+
+def _numbers(random: Random, *tables: Sequence[Any]) -> list[Tensor]:
+    return [torch.tensor(table).to(random.device) for table in tables]
 
 
 def _matmuls(shapes: Shapes, random: Random, sizes: Sizes) -> Cases:
@@ -126,26 +197,32 @@ def _matmuls(shapes: Shapes, random: Random, sizes: Sizes) -> Cases:
             yield "int8 matmul", f"{type.name}, {_MANY} rows", partial(_int8, random, type, sizes)
 
 
+def _product(x: Tensor, weight: PackedWeight) -> Tensor:
+    return x.double() @ unpack(weight).double().T
+
+
+def _matmul(random: Random, type: QuantType, rows: int, shape: tuple[int, int], tolerance: float) -> Work:
+    weight, x = random.weight(type, *shape), random.normal(rows, shape[1])
+    flops = 2 * rows * shape[0] * shape[1]
+    return _function(packed_matmul, _product, tolerance, x, weight, read=weight.nbytes, flops=flops)
+
+
 def _partial_sums(random: Random, type: QuantType, sizes: Sizes) -> Work:
     """A matmul whose split-K sums a norm adds, or where that is not done, a matmul and a norm."""
     rows, columns = sizes.matrix
     weight, x, norm = random.weight(type, rows, columns), random.normal(8, columns), random.normal(rows)
-    residual = random.normal(1, 8, rows)
 
-    def run() -> Outputs:
+    def run(residual: Tensor, x: Tensor, norm: Tensor) -> Any:
         packed = pack_rows(x)
         fits = supports_partial_sums(packed, weight)
         add = partial_matmul(packed, weight) if fits else packed_matmul(packed, weight)[None]
-        total, normed = norm_rope.add_rms_norm(residual, add, norm, 1e-6, pack=True)
-        assert isinstance(normed, PackedRows)
-        return [total, _floats(normed)]
+        return norm_rope.add_rms_norm(residual, add, norm, 1e-6, pack=True)
 
-    def reference() -> Outputs:
-        product = (x.double() @ unpack(weight).double().T)[None]
-        total, normed = norm_reference.add_rms_norm(residual.double(), product, norm.double(), 1e-6)
-        return [total, normed[0]]
+    def reference(residual: Tensor, x: Tensor, norm: Tensor) -> Any:
+        return norm_reference.add_rms_norm(residual, _product(x, weight)[None], norm, 1e-6)
 
-    return Work(run, reference, 3e-3, read=weight.nbytes, flops=16 * rows * columns)
+    inputs, flops = (random.normal(1, 8, rows), x, norm), 16 * rows * columns
+    return _function(run, reference, 3e-3, *inputs, read=weight.nbytes, flops=flops)
 
 
 def _int8(random: Random, type: QuantType, sizes: Sizes) -> Work:
@@ -154,11 +231,9 @@ def _int8(random: Random, type: QuantType, sizes: Sizes) -> Work:
     rounded = with_int8(weight, rows)
 
     def reference() -> Outputs:
-        floats = _floats(pack_rows(x))
-        values, out = unpack(weight), torch.empty(_MANY, rows, device=x.device)
-        int8.matmul(int8.quantise(floats), int8.quantise(values), out)
-        exact = x.double() @ values.double().T
-        return [torch.cat([out[:, : rounded.int8_rows], exact[:, rounded.int8_rows :]], 1)]
+        out = torch.empty(_MANY, rows, device=x.device)
+        int8.matmul(int8.quantise(_floats(pack_rows(x))), int8.quantise(unpack(weight)), out)
+        return [torch.cat([out[:, : rounded.int8_rows], _product(x, weight)[:, rounded.int8_rows :]], 1)]
 
     flops = 2 * _MANY * rows * columns
     return Work(
@@ -167,67 +242,47 @@ def _int8(random: Random, type: QuantType, sizes: Sizes) -> Work:
 
 
 def _norms(shapes: Shapes, random: Random, sizes: Sizes) -> Cases:
-    rows_of_step = max(shapes.rows)
     for type in shapes.types:
         yield "norms", f"{type.name}, partial sums", partial(_partial_sums, random, type, sizes)
-    for rows in (rows_of_step, 80):
+    for rows in (max(shapes.rows), 80):
         yield "norms", f"norm, {rows} rows", partial(_norm, shapes, random, rows)
-        width = shapes.feed_forward
-        yield "norms", f"SiLU, {rows} rows", partial(_silu, random, rows, width)
+        yield "norms", f"SiLU, {rows} rows", partial(_silu, random, rows, shapes.feed_forward)
         if shapes.delta is not None:
-            yield "norms", f"gated norm, {rows} rows", partial(_gated_norm, shapes, random, rows)
+            yield (
+                "norms",
+                f"gated norm, {rows} rows",
+                partial(_gated_norm, shapes, random, rows, shapes.delta),
+            )
     yield "norms", "unpacked", partial(_unpacked_norms, shapes, random)
 
 
 def _norm(shapes: Shapes, random: Random, rows: int) -> Work:
     x, add = random.normal(2, 1, rows, shapes.width)
-    weight = random.normal(shapes.width)
-
-    def run() -> Outputs:
-        total, packed = norm_rope.add_rms_norm(x, add, weight, shapes.eps, pack=True)
-        assert isinstance(packed, PackedRows)
-        return [total, _floats(packed)]
-
-    def reference() -> Outputs:
-        total, normed = norm_reference.add_rms_norm(x.double(), add.double(), weight.double(), shapes.eps)
-        return [total, normed[0]]
-
-    return Work(run, reference, 1e-3, read=x.nbytes + add.nbytes)
+    kernel, weight = partial(norm_rope.add_rms_norm, pack=True), random.normal(shapes.width)
+    inputs = (x, add, weight, shapes.eps)
+    return _function(kernel, norm_reference.add_rms_norm, 1e-3, *inputs, read=x.nbytes + add.nbytes)
 
 
 def _silu(random: Random, rows: int, width: int) -> Work:
     gate, up = random.normal(2, 1, rows, width)
-
-    def run() -> Outputs:
-        packed = norm_rope.silu_mul(gate, up, pack=True)
-        assert isinstance(packed, PackedRows)
-        return [_floats(packed), _floats(norm_rope.silu_rows(gate[0], up[0]))]
-
-    def reference() -> Outputs:
-        product = norm_reference.silu_mul(gate.double(), up.double())[0]
-        return [product, product]
-
-    return Work(run, reference, 1e-3, read=gate.nbytes + up.nbytes)
-
-
-def _gated_norm(shapes: Shapes, random: Random, rows: int) -> Work:
-    assert shapes.delta is not None
-    _, heads, dim, _ = shapes.delta
-    x, gate, weight = (
-        random.normal(1, rows, heads, dim),
-        random.normal(1, rows, heads * dim),
-        random.normal(dim),
+    return _function(
+        lambda gate, up: (norm_rope.silu_mul(gate, up, pack=True), norm_rope.silu_rows(gate[0], up[0])),
+        lambda gate, up: 2 * [norm_reference.silu_mul(gate, up)],
+        1e-3,
+        *(gate, up),
+        read=gate.nbytes + up.nbytes,
     )
 
-    def run() -> Outputs:
-        packed = norm_rope.gated_rms_norm(x, gate, weight, shapes.eps, pack=True)
-        assert isinstance(packed, PackedRows)
-        return [_floats(packed)]
 
-    def reference() -> Outputs:
-        return [norm_reference.gated_rms_norm(x.double(), gate.double(), weight.double(), shapes.eps)[0]]
-
-    return Work(run, reference, 1e-3, read=x.nbytes + gate.nbytes)
+def _gated_norm(shapes: Shapes, random: Random, rows: int, delta: _Delta) -> Work:
+    _, heads, dim, _ = delta
+    kernel, x, gate = (
+        partial(norm_rope.gated_rms_norm, pack=True),
+        random.normal(1, rows, heads, dim),
+        random.normal(1, rows, heads * dim),
+    )
+    inputs = (x, gate, random.normal(dim), shapes.eps)
+    return _function(kernel, norm_reference.gated_rms_norm, 1e-3, *inputs, read=x.nbytes + gate.nbytes)
 
 
 def _unpacked_norms(shapes: Shapes, random: Random) -> Work:
@@ -235,28 +290,18 @@ def _unpacked_norms(shapes: Shapes, random: Random) -> Work:
     heads, _, dim = shapes.heads
     x, y = random.normal(2, 1, 8, shapes.width)
     q, weight, head_weight = random.normal(1, 8, heads, dim), random.normal(shapes.width), random.normal(dim)
-    cos, sin = _angles(random, 8, shapes.rope_dim)
-    gated, gate = random.normal(1, 8, 4, 128), random.normal(1, 8, 512)
-    small = random.normal(128)
+    rotation = (head_weight if shapes.head_norms else None, shapes.eps, *_angles(random, 8, shapes.rope_dim))
+    gated, gate, small = random.normal(1, 8, 4, 128), random.normal(1, 8, 512), random.normal(128)
 
-    def compute(module: ModuleType, cast: Callable[[Tensor], Tensor]) -> Outputs:
-        wide, other, norm, rows, head = (cast(part) for part in (x, y, weight, q, head_weight))
-        turned = module.head_rope(
-            rows,
-            head if shapes.head_norms else None,
-            shapes.eps,
-            cast(cos),
-            cast(sin),
-            interleaved=shapes.interleaved,
-        )
-        gates = module.gated_rms_norm(cast(gated), cast(gate), cast(small), shapes.eps)
-        return [module.rms_norm(wide, norm, shapes.eps), module.silu_mul(wide, other), turned, gates]
+    def compute(norms: Any) -> Any:
+        return [
+            norms.rms_norm(x, weight, shapes.eps),
+            norms.silu_mul(x, y),
+            norms.head_rope(q, *rotation, interleaved=shapes.interleaved),
+            norms.gated_rms_norm(gated, gate, small, shapes.eps),
+        ]
 
-    return Work(
-        lambda: compute(norm_rope, lambda part: part),
-        lambda: compute(norm_reference, lambda part: part.double()),
-        1e-5,
-    )
+    return _both(compute, norm_rope, norm_reference, 1e-5, double=True)
 
 
 def _angles(random: Random, rows: int, dim: int) -> tuple[Tensor, Tensor]:
@@ -323,16 +368,11 @@ def _routing(shapes: Shapes, random: Random, rows: int) -> Work:
 
     def run() -> Outputs:
         _, logits, routing = layer.route()
-        return [
-            logits,
-            routing.weights,
-            routing.chosen,
-            experts.combine(layer.x, logits, outputs, routing.weights),
-        ]
+        weights = routing.weights
+        return [logits, weights, routing.chosen, experts.combine(layer.x, logits, outputs, weights)]
 
     def reference() -> Outputs:
-        both = torch.cat([layer.router, layer.gate[None]]).double()
-        logits = layer.x.double() @ both.T
+        logits = layer.x.double() @ torch.cat([layer.router, layer.gate[None]]).double().T
         weights, expert_ids = experts_reference.route(logits[:, :-1], layer.used)
         parts = outputs.double().view(rows, layer.used, -1)
         total = experts_reference.combine(layer.x.double(), logits[:, -1], parts, weights)
@@ -342,72 +382,54 @@ def _routing(shapes: Shapes, random: Random, rows: int) -> Work:
 
 
 def _attention(shapes: Shapes, random: Random, sizes: Sizes) -> Cases:
-    for keys, values in shapes.kv:
-        name = keys if keys == values else f"{keys}/{values}"
+    for kv in shapes.kv:
+        name = "/".join(dict.fromkeys(kv))
         for rows in shapes.rows:
-            variant = f"{name}, {rows} rows"
-            yield (
-                "tree attention",
-                variant,
-                partial(_tree_attention, shapes, random, (keys, values), rows, sizes),
-            )
-        yield "prompt attention", name, partial(_prompt_attention, shapes, random, (keys, values), sizes)
-        yield "KV cache", name, partial(_cache_write, shapes, random, (keys, values))
+            make = partial(_tree_attention, shapes, random, kv, rows, sizes)
+            yield "tree attention", f"{name}, {rows} rows", make
+        yield "prompt attention", name, partial(_prompt_attention, shapes, random, kv, sizes)
+        yield "KV cache", name, partial(_cache_write, shapes, random, kv)
 
 
-@dataclass(frozen=True, slots=True)
-class _Context:
-    """Queries after a context whose pages are in any order."""
-
-    q: Tensor
-    gate: Tensor
-    pools: tuple[HeadPool, HeadPool]
-    table: Tensor
-    lengths: Tensor
-
-    @classmethod
-    def random(cls, shapes: Shapes, random: Random, kv: _Formats, rows: int, length: int) -> "_Context":
-        heads, kv_heads, dim = shapes.heads
-        pages = -(-(length + max(rows, _SAVED)) // PAGE)
-        keys, values = (random.pool(name, (pages, kv_heads, PAGE), dim) for name in kv)
-        q, gate = random.normal(2, 1, rows, heads, dim)
-        lengths = torch.tensor([length]).to(random.device)
-        return cls(q, gate, (keys, values), random.order(pages)[None], lengths)
-
-    @property
-    def read(self) -> int:
-        return sum(plane.nbytes for pool in self.pools for plane in pool.planes)
+def _context(
+    shapes: Shapes, random: Random, kv: _Formats, rows: int, length: int
+) -> tuple[Tensor, Tensor, PagedContext]:
+    """Return queries and gate after a context whose pages are in any order."""
+    heads, kv_heads, dim = shapes.heads
+    pages = -(-(length + max(rows, _SAVED)) // PAGE)
+    keys, values = (random.pool(name, (pages, kv_heads, PAGE), dim) for name in kv)
+    q, gate = random.normal(2, 1, rows, heads, dim)
+    (lengths,) = _numbers(random, [length])
+    return q, gate, PagedContext(keys, values, random.order(pages)[None], lengths)
 
 
 def _tree_attention(shapes: Shapes, random: Random, kv: _Formats, rows: int, sizes: Sizes) -> Work:
-    context = _Context.random(shapes, random, kv, rows, sizes.context)
+    q, gate, context = _context(shapes, random, kv, rows, sizes.context)
     ancestors = random_trees(rows, device=random.device).ancestors
-    tables = (*context.pools, context.table, context.lengths, ancestors)
     heads, _, dim = shapes.heads
-    return Work(
-        lambda: [attention.paged_attention(context.q, *tables, window=shapes.window, gate=context.gate)],
-        lambda: [
-            attention_cpu.paged_attention(
-                context.q.double(), *tables, window=shapes.window, gate=context.gate.double()
-            )
-        ],
+    return _function(
+        attention.paged_attention,
+        attention_cpu.paged_attention,
         2e-2 if "bf16" in kv else 3e-3,
-        read=context.read,
+        q,
+        replace(context, ancestors=ancestors, window=shapes.window),
+        gate=gate,
+        read=sum(plane.nbytes for pool in (context.keys, context.values) for plane in pool.planes),
         flops=4 * rows * heads * dim * sizes.context,
     )
 
 
 def _prompt_attention(shapes: Shapes, random: Random, kv: _Formats, sizes: Sizes) -> Work:
-    context = _Context.random(shapes, random, kv, sizes.chunk, 70)
-    tables = (*context.pools, context.table, context.lengths)
-    heads, _, dim = shapes.heads
-    span = sizes.chunk + 70
-    return Work(
-        lambda: [attention.chunk_attention(context.q, *tables, span=span, gate=context.gate)],
-        lambda: [
-            attention_cpu.paged_attention(context.q.double(), *tables, None, gate=context.gate.double())
-        ],
+    q, gate, context = _context(shapes, random, kv, sizes.chunk, 70)
+    (heads, _, dim), span = shapes.heads, sizes.chunk + 70
+    return _function(
+        attention.chunk_attention,
+        attention_cpu.chunk_attention,
         2e-2 if "bf16" in kv else 3e-3,
+        q,
+        context,
+        span=span,
+        gate=gate,
         flops=2 * sizes.chunk * heads * dim * (span + 70),
     )
 
@@ -420,72 +442,49 @@ def _cache_write(shapes: Shapes, random: Random, kv: _Formats) -> Work:
     slots = random.order(2 * PAGE)[:rows]
     where = {"pages": slots // PAGE, "offsets": slots % PAGE, "interleaved": shapes.interleaved}
 
-    def pools() -> list[Tensor]:
-        both = [HeadPool.empty(FORMATS[name], (2, kv_heads, PAGE), dim, random.device) for name in kv]
-        return [plane for pool in both for plane in pool.planes]
-
-    def compute(function: Callable[..., Tensor], *planes: Tensor) -> Outputs:
-        parts, both = list(planes), []
-        for name in kv:
-            codes, scales = parts.pop(0), parts.pop(0) if FORMATS[name].quantised else None
-            both.append(HeadPool(FORMATS[name], dim, codes, scales))
-        queries = function(q, k, v, norms, shapes.eps, *angles, keys=both[0], values=both[1], **where)
-        stored = [
-            pool.codes if pool.scales is None else decode(pool.codes, pool.scales, pool.format, dim)
-            for pool in both
-        ]
-        return [queries, *stored]
+    def compute(function: Callable[..., Tensor], keys: HeadPool, values: HeadPool) -> Outputs:
+        queries = function(q, k, v, norms, shapes.eps, *angles, keys=keys, values=values, **where)
+        return [queries, _stored(keys), _stored(values)]
 
     # Where the last bits of a sum differ, a value may be rounded to the next code.
-    return Work(
-        lambda *planes: compute(norm_rope.cache_heads, *planes),
-        lambda *planes: compute(norm_reference.cache_heads, *planes),
-        2e-2 if {"bf16", "tq3_0"} & set(kv) else 5e-3,
-        pools,
-    )
+    tolerance = 2e-2 if {"bf16", "tq3_0"} & set(kv) else 5e-3
+    pools = [HeadPool.empty(FORMATS[name], (2, kv_heads, PAGE), dim, random.device) for name in kv]
+    return _both(compute, norm_rope.cache_heads, norm_reference.cache_heads, tolerance, *pools)
+
+
+def _stored(pool: HeadPool) -> Tensor:
+    return pool.codes if pool.scales is None else decode(pool.codes, pool.scales, pool.format, pool.dim)
 
 
 def _drafts(shapes: Shapes, random: Random, sizes: Sizes) -> Cases:
     if shapes.draft is not None:
-        yield "draft attention", "16 rows", partial(_draft_attention, shapes, random)
-        yield "draft ring", "16 rows", partial(_draft_ring, shapes, random)
+        yield "draft attention", "16 rows", partial(_draft_attention, random, *shapes.draft)
+        yield "draft ring", "16 rows", partial(_draft_ring, shapes, random, *shapes.draft)
     yield "tree building", "22 nodes", partial(_best_tree, random)
 
 
-def _draft_attention(shapes: Shapes, random: Random) -> Work:
-    assert shapes.draft is not None
-    (heads, kv_heads, dim), rows, ring = shapes.draft, 16, 512
+def _draft_attention(random: Random, heads: int, kv_heads: int, dim: int) -> Work:
+    rows, ring = 16, 512
     q, (k, v) = random.normal(1, rows, heads, dim), random.normal(2, 1, rows, kv_heads, dim)
     keys, values = random.normal(2, 2, ring, kv_heads, dim).half()
-    slots, lengths, starts = (torch.tensor(part).to(random.device) for part in ([1], [3, 300], [0, 5]))
-    positions = lengths[slots][:, None] + torch.arange(rows).to(random.device)
-    rest = (positions, keys, values, slots, lengths, starts)
-    options: dict[str, Any] = {"window": None, "causal": False}
-    return Work(
-        lambda: [attention.block_attention(q, k, v, *rest, **options)],
-        lambda: [attention_cpu.block_attention(q.double(), k.double(), v.double(), *rest, **options)],
-        3e-3,
-    )
+    slots, lengths, starts, columns = _numbers(random, [1], [3, 300], [0, 5], range(rows))
+    tables = (lengths[slots][:, None] + columns, keys, values, slots, lengths, starts)
+    functions = (attention.block_attention, attention_cpu.block_attention)
+    return _function(*functions, 3e-3, q, k, v, *tables, window=None, causal=False)
 
 
-def _draft_ring(shapes: Shapes, random: Random) -> Work:
-    assert shapes.draft is not None
-    (_, heads, dim), rows = shapes.draft, 16
+def _draft_ring(shapes: Shapes, random: Random, _: int, heads: int, dim: int) -> Work:
+    rows = 16
     (k, v), norm = random.normal(2, 1, rows, heads, dim), random.normal(dim)
     angles, ring = _angles(random, rows, dim), random.normal(2, 2, 40, heads, dim).half()
-    slots, count, begin = (torch.tensor(part).to(random.device) for part in ([1], [9], [[30]]))
-    where = {"slots": slots, "count": count, "positions": begin + torch.arange(rows).to(random.device)}
+    slots, count, positions = _numbers(random, [1], [9], [range(30, 30 + rows)])
+    where = {"slots": slots, "count": count, "positions": positions}
 
     def compute(function: Callable[..., None], both: Tensor) -> Outputs:
         function(k, v, norm, shapes.eps, *angles, keys=both[0], values=both[1], **where)
         return [both]
 
-    return Work(
-        lambda both: compute(norm_rope.ring_heads, both),
-        lambda both: compute(norm_reference.ring_heads, both),
-        1e-3,
-        lambda: [ring.clone()],
-    )
+    return _both(compute, norm_rope.ring_heads, norm_reference.ring_heads, 1e-3, ring)
 
 
 def _best_tree(random: Random) -> Work:
@@ -493,13 +492,8 @@ def _best_tree(random: Random) -> Work:
     depths, width = 15, 24
     ids = torch.stack([random.order(40)[:width] for _ in range(depths)])[None]
     scores = (2 * random.normal(1, depths, width)).log_softmax(-1)
-    parts = (
-        random.integers(40, 1),
-        ids,
-        scores,
-        random.integers(40, 1, 1, depths),
-        -random.uniform(1, 1, depths),
-    )
+    chains, chain_scores = random.integers(40, 1, 1, depths), -random.uniform(1, 1, depths)
+    parts = (random.integers(40, 1), ids, scores, chains, chain_scores)
 
     def compute(device: torch.device) -> Outputs:
         packed, weights = tree.best_tree(*(part.to(device) for part in parts), nodes=22, rows=24, spine=-4.0)
@@ -507,15 +501,11 @@ def _best_tree(random: Random) -> Work:
         sampled = torch.roll(tokens, -1)
         tables = {"slots": [0], "limits": [64]}
         options = {name: torch.tensor(table).to(device) for name, table in tables.items()}
-        stops = torch.full((1, 64), -1).to(device)
-        counts = torch.zeros(1, 64).to(device)
+        stops, counts = torch.full((1, 64), -1).to(device), torch.zeros(1, 64).to(device)
         path = tree.accept_path(tokens, parents, ancestors, sampled, stops=stops, counts=counts, **options)
-        return [packed, weights, path.flat, counts]
+        return [part.to(random.device) for part in (packed, weights, path.flat, counts)]
 
-    def reference() -> Outputs:
-        return [part.to(random.device) for part in compute(torch.device("cpu"))]
-
-    return Work(lambda: compute(random.device), reference, 1e-6)
+    return _both(compute, random.device, torch.device("cpu"), 1e-6)
 
 
 def _delta(shapes: Shapes, random: Random, sizes: Sizes) -> Cases:
@@ -538,97 +528,74 @@ def _delta_heads(delta: _Delta, random: Random, rows: int, path: int) -> DeltaHe
     return DeltaHeads(q, k, v, g, random.uniform(1, path + rows, value_heads))
 
 
-def _tree_delta(delta: _Delta | None, random: Random, rows: int) -> Work:
-    assert delta is not None
+def _tree_delta(delta: _Delta, random: Random, rows: int) -> Work:
     _, value_heads, dim, _ = delta
     heads, state = _delta_heads(delta, random, rows, 24), random.normal(2, value_heads, dim, dim)
-    slots, count = (torch.tensor(part).to(random.device) for part in ([1], [_PENDING]))
+    slots, count = _numbers(random, [1], [_PENDING])
     ancestors = random_trees(rows, device=random.device).ancestors
 
-    def run(state: Tensor) -> Outputs:
-        rows = DeltaRows(slots, count, delta_rule.tree_order(ancestors))
-        return [delta_rule.tree_delta(heads, state, rows), state]
-
-    def reference(state: Tensor) -> Outputs:
-        exact, rows = state.double(), DeltaRows(slots, count, delta_cpu.tree_order(ancestors))
-        return [delta_cpu.tree_delta(DeltaHeads(*(part.double() for part in heads)), exact, rows), exact]
+    def compute(rule: Any, state: Tensor) -> Outputs:
+        return [rule.tree_delta(heads, state, DeltaRows(slots, count, rule.tree_order(ancestors))), state]
 
     read = 2 * 4 * value_heads * dim * dim
-    return Work(run, reference, 1e-5, lambda: [state.clone()], read=read)
+    return _both(compute, delta_rule, delta_cpu, 1e-5, state, double=True, read=read)
 
 
-def _tree_conv(delta: _Delta | None, random: Random, rows: int) -> Work:
-    assert delta is not None
+def _prompt_delta(delta: _Delta, random: Random, tokens: int) -> Work:
+    _, value_heads, dim, _ = delta
+    heads, state = _delta_heads(delta, random, tokens, 0), random.normal(1, value_heads, dim, dim)
+    # As the convolution of a prompt writes them.
+    heads, (slots,) = heads._replace(q=heads.q.half(), k=heads.k.half()), _numbers(random, [0])
+
+    def compute(rule: Any, state: Tensor, v: Tensor) -> Outputs:
+        return [rule.slot_delta(heads._replace(v=v), state, slots), state]
+
+    flops = 8 * tokens * value_heads * dim * dim
+    return _both(compute, delta_rule, delta_cpu, 3e-3, state, heads.v, double=True, flops=flops)
+
+
+def _conv(delta: _Delta, random: Random, rows: int) -> tuple[tuple[Tensor, ...], ConvWeights]:
+    """Return inputs, alpha and beta of a convolution, and its weights."""
     key_heads, value_heads, dim, taps = delta
     channels = (2 * key_heads + value_heads) * dim
-    inputs, alpha, beta = (random.normal(1, rows, n) for n in (channels, value_heads, value_heads))
+    inputs = tuple(random.normal(1, rows, n) for n in (channels, value_heads, value_heads))
     decay, bias = -random.uniform(value_heads), random.normal(value_heads)
-    weights = ConvWeights(random.normal(channels, taps), decay, bias, key_heads)
+    return inputs, ConvWeights(random.normal(channels, taps), decay, bias, key_heads)
+
+
+def _tree_conv(delta: _Delta, random: Random, rows: int) -> Work:
+    inputs, weights = _conv(delta, random, rows)
+    channels, taps = weights.taps.shape
     window, saved = random.normal(1, taps - 1, channels).half(), random.normal(1, _SAVED, channels).half()
-    gates = random.uniform(1, _SAVED, 2, value_heads)
-    slots, count = (torch.tensor(part).to(random.device) for part in ([0], [_PENDING]))
-    path = random.order(_SAVED).sort().values[None]
+    gates, path = random.uniform(1, _SAVED, 2, len(weights.decay)), random.order(_SAVED).sort().values[None]
+    slots, count = _numbers(random, [0], [_PENDING])
     parents = random_trees(rows, device=random.device).parents
 
-    def compute(index: Callable[..., Tensor], conv: Callable[..., Outputs], *saves: Tensor) -> Outputs:
-        step = ConvRows(slots, path, count, index(parents, taps, count, _SAVED))
+    def compute(conv: Any, *saves: Tensor) -> Outputs:
+        step = ConvRows(slots, path, count, conv.conv_index(parents, taps, count, _SAVED))
         buffers = DeltaBuffers(random.normal(0), *saves)
-        q, *heads = conv(inputs, alpha, beta, weights, buffers, step)
+        q, *heads = conv.tree_conv(*inputs, weights, buffers, step)
         # What follows a path, up to its room, is not written.
         parts = [torch.cat([part[:, :_PENDING], part[:, _SAVED:]], 1) for part in heads]
         return [q, *parts, buffers.window]
 
-    return Work(
-        lambda *buffers: compute(causal_conv.conv_index, causal_conv.tree_conv, *buffers),
-        lambda *buffers: compute(conv_reference.conv_index, conv_reference.tree_conv, *buffers),
-        1e-4,
-        lambda: [part.clone() for part in (window, saved, gates)],
-        read=weights.taps.nbytes + inputs.nbytes,
-    )
+    read = weights.taps.nbytes + inputs[0].nbytes
+    return _both(compute, causal_conv, conv_reference, 1e-4, window, saved, gates, read=read)
 
 
-def _prompt_delta(delta: _Delta | None, random: Random, tokens: int) -> Work:
-    assert delta is not None
-    _, value_heads, dim, _ = delta
-    heads, state = _delta_heads(delta, random, tokens, 0), random.normal(1, value_heads, dim, dim)
-    # As the convolution of a prompt writes them.
-    heads = heads._replace(q=heads.q.half(), k=heads.k.half())
-    slots = torch.tensor([0]).to(random.device)
-
-    def run(state: Tensor, v: Tensor) -> Outputs:
-        return [delta_rule.slot_delta(heads._replace(v=v), state, slots), state]
-
-    def reference(state: Tensor, v: Tensor) -> Outputs:
-        exact = state.double()
-        return [delta_cpu.slot_delta(DeltaHeads(*(part.double() for part in heads)), exact, slots), exact]
-
-    flops = 8 * tokens * value_heads * dim * dim
-    return Work(run, reference, 3e-3, lambda: [state.clone(), heads.v.clone()], flops=flops)
-
-
-def _prompt_conv(delta: _Delta | None, random: Random, tokens: int) -> Work:
-    assert delta is not None
-    key_heads, value_heads, dim, taps = delta
-    channels = (2 * key_heads + value_heads) * dim
-    inputs, alpha, beta = (random.normal(1, tokens, n) for n in (channels, value_heads, value_heads))
-    decay, bias = -random.uniform(value_heads), random.normal(value_heads)
-    weights = ConvWeights(random.normal(channels, taps), decay, bias, key_heads)
+def _prompt_conv(delta: _Delta, random: Random, tokens: int) -> Work:
+    inputs, weights = _conv(delta, random, tokens)
+    channels, taps = weights.taps.shape
     window, saved = random.normal(1, taps - 1, channels), random.normal(1, 24, channels)
-    slots, count = (torch.tensor(part).to(random.device) for part in ([0], [_PENDING]))
+    slots, count = _numbers(random, [0], [_PENDING])
     path = random.order(24).sort().values[None]
     rows, unused = ConvRows(slots, path, count, path), random.normal(0)
 
-    def compute(function: Callable[..., Outputs], window: Tensor) -> Outputs:
+    def compute(conv: Any, window: Tensor) -> Outputs:
         buffers = DeltaBuffers(unused, window, saved, unused)
-        return [*function(inputs, alpha, beta, weights, buffers, rows), window]
+        return [*conv.chunk_heads(*inputs, weights, buffers, rows), window]
 
-    return Work(
-        lambda window: compute(causal_conv.chunk_heads, window),
-        lambda window: compute(conv_reference.chunk_heads, window),
-        1e-3,
-        lambda: [window.clone()],
-        read=2 * inputs.nbytes,
-    )
+    return _both(compute, causal_conv, conv_reference, 1e-3, window, read=2 * inputs[0].nbytes)
 
 
 def _steps(shapes: Shapes, random: Random, sizes: Sizes) -> Cases:
@@ -641,45 +608,37 @@ def _steps(shapes: Shapes, random: Random, sizes: Sizes) -> Cases:
 def _mapping(random: Random) -> Work:
     rows, lengths = random.integers(1 << 40, 4, 64), random.integers(200, 3)
     table, path, counts = random.order(99).view(3, 33), random.integers(64, 3, 64), random.integers(9, 3)
-    count, slot = (torch.tensor(part).to(random.device) for part in ([5], [2]))
+    count, slot = _numbers(random, [5], [2])
 
-    def compute(module: ModuleType) -> Outputs:
+    def compute(module: Any) -> Outputs:
         padded = module.padded_tree(rows, count, slot, lengths, size=16)
         mapping = module.slot_mapping(slot, lengths, table, path, counts, rows=16, page=PAGE)
         return [padded, *(getattr(mapping, field.name) for field in fields(mapping))]
 
-    return Work(lambda: compute(slot_mapping), lambda: compute(mapping_reference), _EXACT)
+    return _both(compute, slot_mapping, mapping_reference, _EXACT)
 
 
 def _ragged_mapping(random: Random) -> Work:
     rows, lengths = random.integers(64, 4, 64), random.integers(200, 3)
-    first, slots = (torch.tensor(part).to(random.device) for part in ([0, 5, 12], [2, 0]))
-
-    def compute(module: ModuleType) -> Outputs:
-        return [module.ragged_rows(rows, first, slots, lengths, size=16)]
-
-    return Work(lambda: compute(slot_mapping), lambda: compute(mapping_reference), _EXACT)
+    first, slots = _numbers(random, [0, 5, 12], [2, 0])
+    inputs = (rows, first, slots, lengths)
+    return _function(slot_mapping.ragged_rows, mapping_reference.ragged_rows, _EXACT, *inputs, size=16)
 
 
 def _commit(shapes: Shapes, random: Random) -> Work:
     """An accepted path, and its rows of the KV cache moved to their places."""
     kv_heads, dim = shapes.heads[1:]
     ancestors = random_trees(24, device=random.device).ancestors
-    last, slots = (torch.tensor(part).to(random.device) for part in ([23], [1]))
+    last, slots = _numbers(random, [23], [1])
     table, planes = random.order(8).view(2, 4), random.normal(2, 8, kv_heads, PAGE, dim).half()
-    path, count, lengths = random.integers(64, 2, 64), random.integers(9, 2), random.integers(90, 2)
+    tables = random.integers(64, 2, 64), random.integers(9, 2), random.integers(90, 2)
 
-    def compute(module: ModuleType, plane: Tensor, path: Tensor, count: Tensor, lengths: Tensor) -> Outputs:
+    def compute(module: Any, plane: Tensor, path: Tensor, count: Tensor, lengths: Tensor) -> Outputs:
         taken = module.commit_path(ancestors, last, slots, path=path, count=count, lengths=lengths)
         module.move_rows([plane], taken, slots, table)
         return [taken.counts, taken.starts, taken.source, plane, path, count, lengths]
 
-    return Work(
-        lambda *buffers: compute(commit, *buffers),
-        lambda *buffers: compute(commit_reference, *buffers),
-        _EXACT,
-        lambda: [part.clone() for part in (planes, path, count, lengths)],
-    )
+    return _both(compute, commit, commit_reference, _EXACT, planes, *tables)
 
 
 def _sampling(shapes: Shapes, random: Random, sizes: Sizes) -> Cases:
@@ -721,38 +680,30 @@ def _ranking(random: Random, vocabulary: int) -> Work:
     rows, count = 15, 24
     logits, positions = 3 * random.normal(rows, vocabulary), random.integers(1 << 40, rows)
     anchors, owners = random.integers(vocabulary, rows), RowOwners.one(0, rows, random.device)
-    state = _requests(random, rows, vocabulary, {})
+    inputs = (logits, positions, anchors, owners, count, _requests(random, rows, vocabulary, {}))
     workspace = make_workspace(rows, vocabulary, random.device)
     return Work(
-        lambda: rank_rows(logits, positions, anchors, owners, count, state, workspace),
-        lambda: plain_sampling.rank_rows(logits, positions, anchors, owners, count, state),
+        lambda: rank_rows(*inputs, workspace),
+        lambda: plain_sampling.rank_rows(*inputs),
         1e-4,
         read=logits.nbytes,
     )
 
 
 def _embeddings(shapes: Shapes, random: Random, sizes: Sizes) -> Cases:
-    if shapes.embedding is None:
-        return
-    type = shapes.embedding
-    yield "embedding", type.name, partial(_embedding, shapes, random, type, sizes)
-    if shapes.host_embedding:
-        yield "row gathering", "from host memory", partial(_gathering, random)
+    if shapes.embedding is not None:
+        make = partial(_embedding, shapes, random, shapes.embedding, sizes.vocabulary // 8)
+        yield "embedding", shapes.embedding.name, make
+        if shapes.host_embedding:
+            yield "row gathering", "from host memory", partial(_gathering, random)
 
 
-def _embedding(shapes: Shapes, random: Random, type: QuantType, sizes: Sizes) -> Work:
-    table, tokens = (
-        random.bytes_of(type, sizes.vocabulary // 8, shapes.width),
-        random.integers(sizes.vocabulary // 8, 1, 24),
-    )
+def _embedding(shapes: Shapes, random: Random, type: QuantType, vocabulary: int) -> Work:
+    table, tokens = random.bytes_of(type, vocabulary, shapes.width), random.integers(vocabulary, 1, 24)
     return Work(lambda: [embed(table, type, tokens)], lambda: [dequantise(table[tokens], type)], _EXACT)
 
 
 def _gathering(random: Random) -> Work:
     table = torch.randint(256, (300, 1152), dtype=torch.uint8, pin_memory=random.device.type == "cuda")
     rows = random.integers(300, 24)
-
-    def reference() -> Outputs:
-        return [table[rows.cpu()].to(rows.device)]
-
-    return Work(lambda: [gather_rows(table, rows)], reference, _EXACT)
+    return Work(lambda: [gather_rows(table, rows)], lambda: [table[rows.cpu()].to(rows.device)], _EXACT)

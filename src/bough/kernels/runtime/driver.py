@@ -104,9 +104,9 @@ class Kernel:
     def __init__(self, module: Module, name: str, threads: int, shared: int, overlap: bool):
         self.module = module
         self._device = module.device
-        self._name = name
-        self._threads = threads
-        self._shared = shared
+        self.name = name
+        self.threads = threads
+        self.shared = shared
         self._attribute = _Attribute(_PROGRAMMATIC_SERIALIZATION)
         self._attribute.value[0] = 1
         self._overlap = overlap
@@ -115,12 +115,12 @@ class Kernel:
     @property
     def _function(self) -> ctypes.c_void_p:
         if self._loaded is None:
-            self._loaded = self.module.function(self._name)
+            self._loaded = self.module.function(self.name)
             limit = card_of(self._device).shared_per_block
             # A card that acts as a smaller one would launch it.
-            if (needed := self.shared_bytes) > limit:
+            if (needed := self.shared + self.attributes.static) > limit:
                 self._loaded = None  # the next launch is refused, too
-                raise RuntimeError(f"{self._name} needs {needed} bytes of shared memory, limit {limit}")
+                raise RuntimeError(f"{self.name} needs {needed} bytes of shared memory, limit {limit}")
         return self._loaded
 
     def __call__(
@@ -137,8 +137,8 @@ class Kernel:
         pointers = (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in values])
         config = _Config(
             grid=(*grid, 1),
-            block=(self._threads, 1, 1),
-            shared=self._shared,
+            block=(self.threads, 1, 1),
+            shared=self.shared,
             stream=torch.cuda.current_stream(self._device).cuda_stream,
             attributes=ctypes.pointer(self._attribute),
             attribute_count=int(self._overlap),
@@ -147,35 +147,8 @@ class Kernel:
             _check(_driver().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None))
 
     @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def threads(self) -> int:
-        return self._threads
-
-    @property
-    def occupancy(self) -> int:
-        """The blocks an SM holds at a time."""
-        return self._attributes.blocks
-
-    @property
-    def shared_bytes(self) -> int:
-        """Bytes of shared memory of a block, without the driver's own."""
-        return self._shared + self._attributes.static
-
-    @property
-    def registers(self) -> int:
-        return self._attributes.registers
-
-    @property
-    def spilled(self) -> int:
-        """Bytes of local memory of a thread."""
-        return self._attributes.spilled
-
-    @property
-    def _attributes(self) -> "Attributes":
-        return attributes_of(self._function, threads=self._threads, shared=self._shared)
+    def attributes(self) -> "Attributes":
+        return attributes_of(self._function, threads=self.threads, shared=self.shared)
 
 
 @dataclass(frozen=True, slots=True)

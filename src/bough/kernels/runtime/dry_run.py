@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from bough.kernels.runtime.launchers import load_in_turn
+from bough.kernels.runtime.launchers import launching, load_in_turn
 
 if TYPE_CHECKING:
     from bough.kernels.runtime.driver import Module
@@ -27,7 +27,6 @@ _ALIGNMENT = 16  # bytes that Triton specialises pointers on, and elements that 
 _FACTS = {"__bool__": True, "__int__": 0, "__index__": 0, "__float__": 0.0, "item": 0}
 
 _thread = threading.local()
-_patching = threading.Lock()  # one dry run at a time replaces Triton's launch
 
 
 def current() -> "DryRun | None":
@@ -116,26 +115,15 @@ class DryRun(TorchFunctionMode):
         self.modules: dict[Module, None] = {}  # of the CUDA C++ kernels
 
     def __enter__(self) -> "DryRun":
-        from triton.runtime.jit import JITFunction
-
-        _patching.acquire()
-        _thread.dry_run, self._run = self, JITFunction.run
-        original = self._run
-
-        def run(kernel: Any, *args: Any, **options: Any) -> Any:
-            if (recording := current()) is None:
-                return original(kernel, *args, **options)
-            return recording.add(kernel, args, options)
-
-        JITFunction.run = run
+        self._patched = launching(_recorded)
+        self._patched.__enter__()
+        _thread.dry_run = self
         return super().__enter__()
 
     def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
-        from triton.runtime.jit import JITFunction
-
         super().__exit__(exc_type, exc_val, exc_tb)
-        JITFunction.run, _thread.dry_run = self._run, None
-        _patching.release()
+        _thread.dry_run = None
+        self._patched.__exit__(None, None, None)
 
     def add(self, kernel: Any, args: Sequence[Any], named: dict[str, Any]) -> None:
         """Record a launch."""
@@ -177,6 +165,12 @@ class DryRun(TorchFunctionMode):
             isinstance(value, str) and value.startswith(self._device.type)
         )
         return _META if on_gpu else value
+
+
+def _recorded(launch: Callable[..., Any], kernel: Any, *args: Any, **options: Any) -> Any:
+    if (recording := current()) is None:
+        return launch(kernel, *args, **options)
+    return recording.add(kernel, args, options)
 
 
 def _kind(value: Any, param: Any = None) -> Hashable:

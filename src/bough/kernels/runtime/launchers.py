@@ -11,11 +11,12 @@ than the run before compiles some of them again.
 
 import contextlib
 import threading
+from collections.abc import Callable, Generator
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
-_lock = threading.RLock()
+_lock, _patching = threading.RLock(), threading.Lock()
 
 
 def load_in_turn() -> contextlib.AbstractContextManager[object]:
@@ -63,3 +64,17 @@ def _replaced() -> contextlib.AbstractContextManager[object]:
 
     build._load_module_from_path = load_apart
     return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def launching(run: Callable[..., Any]) -> Generator[None]:
+    """Have Triton's launches go through run(launch, kernel, ...), of one caller at a time."""
+    from triton.runtime.jit import JITFunction
+
+    with _patching:
+        launch = JITFunction.run
+        JITFunction.run = lambda kernel, *args, **options: run(launch, kernel, *args, **options)
+        try:
+            yield
+        finally:
+            JITFunction.run = launch

@@ -2,14 +2,16 @@
 
 import ctypes
 import threading
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
+from bough.kernels.runtime.launchers import launching
+
 if TYPE_CHECKING:
-    from bough.kernels.runtime.driver import Kernel
+    from bough.kernels.runtime.driver import Attributes, Kernel
 
 _thread = threading.local()
-_patching = threading.Lock()  # one at a time replaces Triton's launch
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,26 +40,14 @@ class Launches:
         self._triton: dict[int, tuple[str, Any]] = {}
 
     def __enter__(self) -> Self:
-        from triton.runtime.jit import JITFunction
-
-        _patching.acquire()
-        _thread.launches, self._run = self, JITFunction.run
-        original = self._run
-
-        def run(kernel: Any, *args: Any, **options: Any) -> Any:
-            compiled = original(kernel, *args, **options)
-            if (record := current()) is not None and compiled is not None:
-                record._triton[id(compiled)] = (kernel.fn.__qualname__, compiled)
-            return compiled
-
-        JITFunction.run = run
+        self._patched = launching(_noted)
+        self._patched.__enter__()
+        _thread.launches = self
         return self
 
-    def __exit__(self, *_: object) -> None:
-        from triton.runtime.jit import JITFunction
-
-        JITFunction.run, _thread.launches = self._run, None
-        _patching.release()
+    def __exit__(self, *error: Any) -> None:
+        _thread.launches = None
+        self._patched.__exit__(*error)
 
     def add(self, kernel: "Kernel") -> None:
         self._cuda[kernel] = None
@@ -66,18 +56,17 @@ class Launches:
     def kernels(self) -> list[KernelLaunch]:
         """Return what each of them takes; asks the driver."""
         ours = [
-            KernelLaunch(
-                launch.name,
-                "CUDA C++",
-                launch.registers,
-                launch.spilled,
-                launch.shared_bytes,
-                launch.threads,
-                launch.occupancy,
-            )
-            for launch in self._cuda
+            _taken(kernel.name, "CUDA C++", kernel.attributes, kernel.shared, kernel.threads)
+            for kernel in self._cuda
         ]
         return ours + [_of_triton(name, compiled) for name, compiled in self._triton.values()]
+
+
+def _noted(launch: Callable[..., Any], kernel: Any, *args: Any, **options: Any) -> Any:
+    compiled = launch(kernel, *args, **options)
+    if (record := current()) is not None and compiled is not None:
+        record._triton[id(compiled)] = (kernel.fn.__qualname__, compiled)
+    return compiled
 
 
 def _of_triton(name: str, compiled: Any) -> KernelLaunch:
@@ -85,4 +74,9 @@ def _of_triton(name: str, compiled: Any) -> KernelLaunch:
 
     threads, shared = 32 * compiled.metadata.num_warps, compiled.metadata.shared
     facts = attributes_of(ctypes.c_void_p(compiled.function), threads=threads, shared=shared)
-    return KernelLaunch(name, "Triton", facts.registers, facts.spilled, shared, threads, facts.blocks)
+    return _taken(name, "Triton", replace(facts, static=0), shared, threads)
+
+
+def _taken(name: str, language: str, facts: "Attributes", dynamic: int, threads: int) -> KernelLaunch:
+    shared = dynamic + facts.static
+    return KernelLaunch(name, language, facts.registers, facts.spilled, shared, threads, facts.blocks)

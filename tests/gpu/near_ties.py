@@ -1,34 +1,28 @@
-"""Compares a grown 27B's texts with the pair's on a CPU, and trees with plain decoding, token for token.
+"""Where texts diverge, and whether only at near ties: every token of a reference is compared once.
 
-    python -m workshop gpu.lossless --data DIR --target GGUF --draft GGUF --out FILE
-
-HumanEval prompts, greedy. Where two texts diverge, the gap between the two likeliest tokens is recorded, and
-the comparison continues after the reference's token: every token of the reference is compared once. Another
-process generates the CPU's texts meanwhile. Without --target the embedded pair is compared.
+After a divergence the comparison goes on from the reference's token; the gap between its two likeliest tokens
+is recorded. The CPU's texts come from another process.
 """
 
 import json
-import multiprocessing
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 
 from bough.bench.suites import load
-from bough.config import DraftConfig, EngineConfig
+from bough.config import EngineConfig
 from bough.engine.engine import Done, Engine, Request, Tokens
 from bough.engine.sampler import SamplingParams
 from bough.engine.stats import RequestStats
 from bough.session.loading import load_session
 from bough.session.requests import TextRequest
 from bough.session.session import Session
-from tests.gpu.texts import NEAR_TIE, TREE, embedded_pair
-from workshop.case import DRAFT, TARGET, case
-from workshop.report import Report
+from tests.gpu.texts import NEAR_TIE, embedded_pair
 
 PLAIN = 0  # draft budget
 
@@ -143,49 +137,3 @@ def compared(
         "tok_s": round(statistics.median(speeds), 1),
         "acceptance": round(committed / max(1, steps), 3),
     }
-
-
-@case(out=Path("lossless.jsonl"))
-def main(
-    report: Report,
-    *,
-    data: Annotated[Path, "folder with humaneval/test.jsonl.gz"],
-    target: Path = TARGET,
-    draft: Path = DRAFT,
-    prompts: int = 10,
-    n_gen: int = 256,
-    threads: Annotated[int, "of the CPU's text"] = 4,
-) -> None:
-    assert report.out is not None
-    cpu_texts = report.out.with_suffix(".cpu.json")
-    process = multiprocessing.get_context("spawn").Process(
-        target=on_cpu, args=(data, prompts, n_gen, cpu_texts, threads)
-    )
-    process.start()
-    config = EngineConfig(report.device, 4096, speculation=TREE, draft=DraftConfig(draft))
-    session = load_session(target, config)
-    engine, stops = session.engine, session.tokenizer.stop_ids
-    plain = references(engine, prompts_of(session, data, prompts), n_gen, stops)
-    lines = [compared("tree against plain", engine, plain, n_gen, stops, None)]
-    process.join()
-    small = read_references(cpu_texts)
-    cpu_texts.unlink()
-    same = [a.prompt for a in small] == [b.prompt for b in plain]
-    # Ids are the small vocabulary's in both: the grown one only appends fillers.
-    lines += [
-        compared("plain against the CPU's", engine, small, n_gen, stops, PLAIN),
-        compared("tree against the CPU's", engine, small, n_gen, stops, None),
-    ]
-    speed_up = lines[2]["tok_s"] / lines[1]["tok_s"]
-    lines.append(
-        {
-            "what": "speed-up",
-            "tree_over_plain": round(speed_up, 3),
-            "share_of_acceptance": round(speed_up / lines[2]["acceptance"], 3),
-        }
-    )
-    facts = {"seconds": round(report.spent, 1), "near_tie": NEAR_TIE, "same_prompts": same}
-    for line in lines:
-        report.line(**line, **facts)
-    passed = same and all(line.get("beyond_a_near_tie", 0) == 0 for line in lines)
-    report.check("every divergence is a near tie", passed)
