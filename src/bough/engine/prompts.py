@@ -9,8 +9,7 @@ from torch import Tensor
 from bough.engine.chunk import ChunkForward, Pace
 from bough.engine.delivery import done, token_events
 from bough.engine.events import Event, Failed
-from bough.engine.paging import Paging
-from bough.engine.parts import Parts
+from bough.engine.paging import Paging, Parts
 from bough.engine.runner import Forward, Verify
 from bough.engine.scheduler import PrefillChunk
 from bough.engine.sequence import Phase, Sequence
