@@ -155,7 +155,7 @@ def test_rows_shared_on_the_device_are_those_shared_on_the_host(gains: list[list
     rows, first, best = share_rows(trees, padded, present, torch.tensor([size - texts]))
     assert first.diff().tolist() == expected
     falling = sorted((gain for own in gains for gain in itertools.accumulate(own, min)), reverse=True)[:64]
-    assert best.tolist() == pytest.approx([*falling, *[0.0] * (64 - len(falling))])
+    assert best.tolist() == pytest.approx([*falling, *[0.0] * (len(best) - len(falling))])
     for text, (begin, end) in enumerate(itertools.pairwise(first.tolist())):
         assert torch.equal(rows[:, begin:end], trees[text, :, : end - begin])
 

@@ -17,7 +17,6 @@ WAIT_DECAY = 0.98  # of the counts that the factors of WAITS come from, per outc
 WAIT_PRIOR = 20.0  # tokens that a fresh factor has seen, all accepted
 # Tokens accepted for each doubling of the rows, before any outcome: of weak drafts (docs/training.md).
 PRIOR_GAIN = 0.5
-TEXT_PRIOR = 2.0  # outcomes that the average of all texts counts as in the average of one
 KEPT_PRIOR = 4.0  # tokens that trees of a new text have promised; as many were accepted as is usual
 
 
@@ -72,14 +71,11 @@ class AcceptanceEstimator:
         self.kept = KeptPromises(self.usual.kept)
         self._recent: list[float] = []  # [] before any outcome
         self._age = 0  # steps since the last outcome
-        self._own: list[float] = []  # the text's average, which begins as that of all texts
-        self._outcomes = 0  # of the text
 
     def fork(self) -> "AcceptanceEstimator":
         """Return the estimator of another text, which begins where this one is."""
         other = AcceptanceEstimator(self._sizes, self.usual)
         other._recent, other._age = self._recent[:], self._age
-        other._own = self.usual.long_run[:]
         return other
 
     @property
@@ -92,7 +88,7 @@ class AcceptanceEstimator:
     def expected(self, waited: int) -> list[float]:
         """Return accepted tokens by size, of a draft call `waited` plain steps after the last tree."""
         factor, weight = self._factor(_wait_class(waited)), REVERT**self._age
-        long_run = self._own or self.usual.long_run or [PRIOR_GAIN * math.log2(rows) for rows in self._sizes]
+        long_run = self.usual.long_run or [PRIOR_GAIN * math.log2(rows) for rows in self._sizes]
         return [
             factor * (usual + weight * (recent - usual))
             for recent, usual in zip(self._recent or long_run, long_run, strict=True)
@@ -136,10 +132,6 @@ class AcceptanceEstimator:
         equal = usual.outcomes / (usual.outcomes + 1)
         decay = min(max(RECENT_DECAY ** max(1, self._age), RECENT_FLOOR), equal)
         long_decay = min(max(LONG_DECAY ** max(1, self._age), LONG_FLOOR), equal)
-        own_decay = min((self._outcomes + TEXT_PRIOR) / (self._outcomes + TEXT_PRIOR + 1), equal)
-        self._outcomes += 1
-        self._own = self._own or usual.long_run[:]
-        decay = min(decay, own_decay)
         for index, promise in enumerate(promised):
             usual.promised[index] += (1 - decay) * (promise - usual.promised[index])
             if index <= last:
@@ -150,7 +142,6 @@ class AcceptanceEstimator:
                 ratio = usual.promised[index] / max(usual.promised[last], 1e-6)
                 new = self._recent[index] = self._recent[last] * max(ratio, 1.0)
             usual.long_run[index] += (1 - long_decay) * (new - usual.long_run[index])
-            self._own[index] += (1 - min(own_decay, LONG_DECAY)) * (new - self._own[index])
 
     def _factor(self, wait: int) -> float:
         usual = self.usual
