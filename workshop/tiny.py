@@ -28,6 +28,7 @@ _MERGES = (
     "th e,Ġ the,an d,Ġ and,in g,Ġo f,Ġt o,Ġ is,Ġ in,on e,Ġ c,ou r,e d,Ġ =,( )"
 )
 _CONTROLS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_VISION = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 _WORDS = ("<think>", "</think>")
 _HYBRID_SIZES = {
     "linear_num_key_heads": 2,
@@ -66,6 +67,23 @@ CHAT_TEMPLATE = """\
 {%- endif %}"""
 
 
+# As that of Qwen3.5: an image is a slot where its part is.
+SEEING_TEMPLATE = CHAT_TEMPLATE.replace("message.content +", "text(message.content) +").replace(
+    "{%- for message",
+    """\
+{%- macro text(content) %}
+{%- if content is string %}{{- content }}{%- else %}
+{%- for part in content %}
+{%- if part.type == 'image' %}{{- '<|vision_start|><|image_pad|><|vision_end|>' }}{%- else %}
+{{- part.text }}{%- endif %}
+{%- endfor %}
+{%- endif %}
+{%- endmacro %}
+{%- for message""",
+    1,
+)
+
+
 def make_tiny(
     path: Path,
     *,
@@ -77,10 +95,12 @@ def make_tiny(
     tied: bool = False,
     mtp: bool = False,
     context: int = 4096,
+    images: bool = False,
 ) -> Path:
     """Write a random model of `family`, deterministic in its arguments.
 
-    mtp adds a prediction layer (Qwen3.5 only); with a width of 256 rows are long enough for K-quants.
+    images: its vocabulary and template have them. mtp adds a prediction layer (Qwen3.5 only); with a width of
+    256 rows are long enough for K-quants.
     """
     check_mix(mix)
     if family not in _FAMILIES:
@@ -107,19 +127,21 @@ def make_tiny(
     rules = tensor_rules(sizes)
     checkpoint = _RandomCheckpoint(rules, seed=seed, tied=tied)
     # Greedy unless a request says otherwise: tests compare texts.
-    entries = [*vocabulary(pre), ("general.sampling.temp", 0.0, ValueType.FLOAT32)]
+    entries = [*vocabulary(pre, images=images), ("general.sampling.temp", 0.0, ValueType.FLOAT32)]
     name = f"tiny random {family}"
     write_model(Path(path), sizes, checkpoint, name=name, entries=entries, mix=mix, rules=rules)
     return Path(path)
 
 
-def vocabulary(pre: str) -> list[Entry]:
+def vocabulary(pre: str, *, images: bool = False) -> list[Entry]:
     """Return a vocabulary of 256 bytes, some merges, ChatML's control tokens and padding up to VOCABULARY."""
     merges = _MERGES.split(",")
     tokens = _text_tokens()
     types = [NORMAL] * len(tokens)
     tokens += [*_CONTROLS, *_WORDS]
     types += [CONTROL] * len(_CONTROLS) + [USER_DEFINED] * len(_WORDS)
+    tokens += _VISION if images else ()
+    types += [CONTROL] * len(_VISION) if images else []
     unused = range(len(tokens), VOCABULARY)
     tokens += [f"[PAD{i}]" for i in unused]
     types += [UNUSED] * len(unused)
@@ -134,7 +156,7 @@ def vocabulary(pre: str) -> list[Entry]:
         ("tokenizer.ggml.padding_token_id", end_of_text, None),
         ("tokenizer.ggml.add_bos_token", False, None),
         ("tokenizer.ggml.eos_token_ids", [end_of_turn, end_of_text], ValueType.UINT32),
-        ("tokenizer.chat_template", CHAT_TEMPLATE, None),
+        ("tokenizer.chat_template", SEEING_TEMPLATE if images else CHAT_TEMPLATE, None),
     ]
 
 

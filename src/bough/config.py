@@ -79,6 +79,10 @@ class EngineConfig:
     vram_limit: int | None = None  # bytes of GPU memory in use, other processes included; None: all
     window: int | None = None  # decoding attends to the last `window` tokens and the first 64; None: all
     speculation: SpecConfig | None = SpecConfig()  # None: plain decoding
+    # The file of the image encoder; None: one that lies beside the model.
+    mmproj: Path | None = None
+    no_images: bool = False  # the model is loaded without an image encoder
+    image_tokens: int = 4096  # of one image, at most: a larger one is made smaller
     draft: DraftConfig | None = None  # None: the target's MTP block or prompt lookup alone
     compress: CompressConfig = CompressConfig()
     effort: str | None = (

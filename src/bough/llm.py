@@ -194,7 +194,6 @@ class LLM:
 
     @property
     def session(self) -> Session:
-        """Return what the model was loaded into."""
         if self._closed:
             raise UsageError(f"the LLM {self.name} is closed", "make another one")
         return self._worker.session
@@ -490,7 +489,6 @@ class Stream(Iterator[str]):
 
     @property
     def reasoning(self) -> str:
-        """Return the reasoning so far."""
         return self._output.reasoning
 
     def answer(self) -> Answer:

@@ -47,6 +47,8 @@ KEEPS: dict[str, Any] = {
     "costs": Path("costs.json"),
     "effort": "low",  # of a template's words: other tokens
     "break_loops": False,
+    "no_images": True,
+    "image_tokens": 256,  # a picture's name is of its resized pixels
     "prefix_cache": 1 << 25,
     "prefix_cache_exact": True,
     "prefix_cache_dir_size": 1 << 30,
@@ -54,7 +56,7 @@ KEEPS: dict[str, Any] = {
     "speculation": SpecConfig(budget=5, chain=True, lookup=False, adaptive=False, mtp="off"),
 }
 # Tests of their own; the last two are a GPU's and move or limit memory alone.
-ELSEWHERE = {"draft", "prefill", "prefix_cache_dir", "experts_host", "vram_limit"}
+ELSEWHERE = {"mmproj", "draft", "prefill", "prefix_cache_dir", "experts_host", "vram_limit"}
 
 
 @pytest.fixture

@@ -68,4 +68,4 @@ def test_kernels_on_a_gpu_equal_plain_torch(dtype: torch.dtype):
     assert torch.equal(costs.right.cpu(), expected.right)
     to_gradients(values, labels.cuda(), costs.total, weights.cuda())
     to_gradients(logits, labels, expected.total, weights)
-    assert torch.allclose(values.cpu().float(), logits.float(), atol=5e-3 if dtype == torch.float16 else 1e-5)
+    assert torch.allclose(values.cpu().float(), logits.float(), atol=8e-3 if dtype == torch.float16 else 2e-4)

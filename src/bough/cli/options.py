@@ -271,6 +271,13 @@ class EngineOptions:
         parser=memory,
         show_default=False,
     )
+    mmproj: Path | None = _engine(
+        "The model's image encoder, a .gguf file. Default: the one beside the model, if there is one.", "FILE"
+    )
+    no_images: bool = _engine("Load no image encoder.", default=False)
+    image_tokens: int = _engine(
+        "Most tokens of an image; larger ones are made smaller.", "N 64..16384", default=DEFAULTS.image_tokens
+    )
     vram_limit: VramLimit = None
     experts_host: int = _engine(
         "Keep the routed experts of N layers in host memory; a GPU reads some over the bus, more slowly.",

@@ -96,7 +96,6 @@ class PromptOptions:
 
     @property
     def text(self) -> str | None:
-        """Return the prompt of the command line."""
         return " ".join(self.words) if self.words else self.prompt
 
     def apart_from(self, model: str | None) -> "tuple[str | None, PromptOptions]":

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from bough.compress.scorer import Query
+from bough.images.parts import has_images
 from bough.text.messages import ROLES, TEXT_PARTS
 
 Message = Mapping[str, Any]
@@ -129,6 +130,7 @@ def candidates(messages: Sequence[Message], settings: Wanted, *, since: int = 0)
         if body.message >= since
         and body.role in ("user", "tool")
         and body.message not in settings.keep
+        and not has_images([messages[body.message]])  # what is said beside an image stays whole
         and len(body.text) >= MIN_TOKENS * CHARACTERS
         and (
             body.message in long

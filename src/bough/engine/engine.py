@@ -11,6 +11,7 @@ import torch
 
 from bough.engine.delivery import done
 from bough.engine.events import Done, Event, Failed, Progress, Tokens, VerifiedTree
+from bough.engine.images import PictureEncoder
 from bough.engine.paging import Paging, Parts
 from bough.engine.pipeline import Pipeline, tagged
 from bough.engine.prompts import SHORT, PromptReader
@@ -24,6 +25,7 @@ from bough.kernels.tree import MAX_ROWS
 from bough.memory.device import kv_formats
 from bough.memory.estimate import chunk_size
 from bough.models.decoder import Target, check_taps
+from bough.models.vision import VisionTower
 from bough.prefix_cache.boundaries import chunk_ends
 from bough.prefix_cache.cache import PrefixCache, PrefixCacheConfig
 from bough.spec.drafter import Drafter, NoDrafter
@@ -48,6 +50,7 @@ class Engine:
         cache: CacheConfig | None = None,
         prefix_cache: PrefixCacheConfig | None = None,
         runner: Literal["auto", "eager", "graph"] = "auto",
+        tower: VisionTower | None = None,
     ):
         """`slots`: sequences that run at once; `max_rows` of a tree, the root included.
 
@@ -76,6 +79,7 @@ class Engine:
         )
         self.runner = kind(target, self.states, self.drafter, max_rows=max_rows)
         self.prefixes = PrefixCache(SnapshotStore(self.states), prefix_cache or PrefixCacheConfig())
+        self._sees = tower is not None
         self._scheduler, self.working = Scheduler(slots), []
         parts = Parts(
             target,
@@ -85,6 +89,7 @@ class Engine:
             self.prefixes,
             self._scheduler,
             max_rows,
+            None if tower is None else PictureEncoder(tower),
             self.working,
         )
         self.paging = Paging(parts, pool=cache.pages or self.states.buffers.page_table.numel())
@@ -120,9 +125,12 @@ class Engine:
         leader: a sequence that may have the same prompt, which is then processed only once.
         """
         self.limits.check(request)
+        assert not request.images or self._sees, "images for an engine without a vision tower"
         sampling = request.sampling.seeded()
         stats = RequestStats(len(request.prompt), seed=sampling.seed or 0)
         stats.approximate = self.approximate
+        stats.images = len(request.images)
+        stats.image_tokens = sum(image.picture.tokens for image in request.images)
         sequence = Sequence(
             request,
             sampling,

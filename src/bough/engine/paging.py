@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from bough.engine.images import PictureEncoder
 from bough.engine.runner import StepRunner
 from bough.engine.scheduler import Scheduler
 from bough.engine.sequence import Parked, Sequence
@@ -24,6 +25,7 @@ class Parts:
     prefixes: PrefixCache
     scheduler: Scheduler
     max_rows: int  # of a tree
+    encoder: PictureEncoder | None  # None: the model is loaded without its vision tower
     working: list[Sequence]  # that the current step works for: if it raises, they have failed, and no others
 
 

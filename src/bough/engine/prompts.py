@@ -1,7 +1,7 @@
 """PromptReader: processes prompts in chunks or by steps of decoding, and samples the token after them."""
 
 from collections.abc import Generator, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -9,6 +9,7 @@ from torch import Tensor
 from bough.engine.chunk import ChunkForward, Pace
 from bough.engine.delivery import done, token_events
 from bough.engine.events import Event, Failed
+from bough.engine.images import offset_at
 from bough.engine.paging import Paging, Parts
 from bough.engine.runner import Forward, Verify
 from bough.engine.scheduler import PrefillChunk
@@ -60,6 +61,7 @@ class PromptReader:
         self._target, self._states, self._runner = parts.target, parts.states, parts.runner
         self._drafter, self._prefixes, self._scheduler = parts.drafter, parts.prefixes, parts.scheduler
         self._paging, self._pace = paging, Pace(parts.target.device)
+        self._encoder = parts.encoder
         self.short = short
         self._shared: dict[Sequence, PromptState] = {}  # of sequences whose prompt others wait for
 
@@ -71,7 +73,7 @@ class PromptReader:
         sequence = chunk.sequence
         if sequence.chunk is None and not self._paging.provide(sequence, self._needed_rows(chunk)):
             return []
-        short = chunk.stop - chunk.start <= self.short
+        short = chunk.stop - chunk.start <= self.short and not sequence.sees
         logits = self._read_by_steps(chunk) if short else self._run_layers(chunk)
         if logits is None:
             return [sequence.progress]
@@ -123,9 +125,7 @@ class PromptReader:
         self._runner.begin(slot, sorted(request.stop_ids))
         masked = request.constraint is not None
         generated = sequence.tokens[len(request.prompt) : -1]
-        self._runner.sampler.begin(
-            slot, sequence.sampling, request.prompt, masked=masked, generated=generated
-        )
+        self._runner.sampler.begin(slot, sequence.sampling, request.text, masked=masked, generated=generated)
 
     def follow(self, sequence: Sequence) -> list[Event] | None:
         """Go on after the prompt that another sequence has processed; None: none has."""
@@ -149,7 +149,9 @@ class PromptReader:
             self._prefixes.store.release(self._shared.pop(leader).state)
 
     def cache(self, sequence: Sequence, tokens: list[int], kind: SnapshotKind, slot: int) -> None:
-        """Put a snapshot after the tokens into the prefix cache."""
+        """Put a snapshot after the tokens into the prefix cache, unless they end inside an image."""
+        if any(image.start < len(tokens) < image.end for image in sequence.request.images):
+            return
         if sequence.request.boundaries is not None and tokens and self._prefixes.enabled:
             self._prefixes.insert(
                 slot,
@@ -182,7 +184,7 @@ class PromptReader:
     def _needed_rows(self, chunk: PrefillChunk) -> int:
         """Return the rows that need pages for a chunk: the last of the steps that read it is padded."""
         count, most = chunk.stop - chunk.start, self._runner.read_rows
-        if count > self.short:
+        if count > self.short or chunk.sequence.sees:
             return count
         whole = (count - 1) // most * most
         return whole + self._runner.step_rows(count - whole)
@@ -227,6 +229,8 @@ class PromptReader:
         sequence, rows = chunk.sequence, chunk.stop - chunk.start
         if sequence.chunk is None:
             layers = len(self._target.spec.layers)
+            if self._encoder is not None and sequence.sees:
+                layers += self._encoder.steps
             sequence.chunk = ChunkForward(self._forward_chunk(chunk), rows=rows, total=layers)
         self._pace.run(sequence.chunk)
         hidden = sequence.chunk.hidden
@@ -247,12 +251,20 @@ class PromptReader:
     def _forward_chunk(self, chunk: PrefillChunk) -> Generator[None, None, Tensor]:
         """Return the last row's hidden state [1, width]; all else of a chunk is large and freed here."""
         sequence, device = chunk.sequence, self._target.device
-        slot = sequence.slot
-        tokens = sequence.request.prompt[chunk.start : chunk.stop]
+        slot, images = sequence.slot, sequence.request.images
+        seen = None
+        if self._encoder is not None and images:
+            before = self._encoder.seconds, self._encoder.encoded
+            seen = yield from self._encoder.chunk(images, chunk.start, chunk.stop)
+            sequence.stats.image_s += self._encoder.seconds - before[0]
+            sequence.stats.encoded_images += self._encoder.encoded - before[1]
+        prompt = sequence.request.prompt[chunk.start : chunk.stop]
+        tokens = prompt if seen is None else [max(0, token) for token in prompt]
         slots = on_device([slot], device)
         lengths = self._states.buffers.lengths[slots]
         span = self._states.lengths[slot] + len(tokens)
         step = Step.chunk(slots, on_device([tokens], device), lengths, span=span)
+        step = step if seen is None else replace(step, images=seen)
         saved = snapshot_positions(sequence.chunk_ends, sequence.request.boundaries or {})
         ends = {*saved, len(sequence.request.prompt)}
         if sequence.request.prefill_only:
@@ -262,7 +274,9 @@ class PromptReader:
             step, lambda: self._states.buffers, self._drafter.features.taps, rows
         )
         self._states.advance(step, [slot])
-        self._drafter.prefill(slot, tokens, output.features.flatten(0, -2))
+        if images:
+            self._states.set_offset(slot, offset_at(images, chunk.stop))
+        self._drafter.prefill(slot, prompt, output.features.flatten(0, -2))
         return output.hidden.flatten(0, -2)[-1:].clone()
 
 

@@ -122,7 +122,11 @@ class Scheduler:
         prefilling = sorted(
             (each for each in self.running if each.phase is Phase.PREFILL), key=lambda each: each.arrival
         )
-        readers = [each for each in prefilling if decoding and each.chunk_end - each.processed <= short]
+        readers = [
+            each
+            for each in prefilling
+            if decoding and each.chunk_end - each.processed <= short and not each.sees
+        ]
         begun = [each for each in prefilling if each.chunk is not None]  # one at a time: they hold memory
         chunked = next((each for each in (*begun, *prefilling) if each not in readers), None)
         if chunked is not None and not (decoding and self._owed_s > 0):

@@ -10,6 +10,7 @@ import numpy as np
 
 from bough.engine.chunk import ChunkForward
 from bough.engine.events import FinishReason, Progress
+from bough.engine.images import PlacedPicture
 from bough.engine.sampler import SamplingParams
 from bough.engine.stats import RequestStats
 from bough.errors import PromptTooLong, UsageError
@@ -24,7 +25,7 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    prompt: list[int]
+    prompt: list[int]  # at the rows of an image, which names it by them, ids that are in no vocabulary
     max_tokens: int = 256
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop_ids: frozenset[int] = frozenset()
@@ -39,6 +40,12 @@ class Request:
     # Prefill alone, while nothing else runs, for a later request that begins with this prompt: nothing is
     # sampled. The snapshot is evicted first if nobody has used it after these seconds.
     prefill_for_s: float | None = None
+    images: tuple[PlacedPicture, ...] = ()  # of the prompt, in order
+
+    @property
+    def text(self) -> list[int]:
+        """Return the prompt's tokens without images."""
+        return [token for token in self.prompt if token >= 0] if self.images else self.prompt
 
     @property
     def prefill_only(self) -> bool:
@@ -65,7 +72,12 @@ class Limits:
             raise UsageError(f"max_tokens is {request.max_tokens}, needed at least 1", param="max_tokens")
         if len(request.prompt) > self.max_ctx:
             raise PromptTooLong(len(request.prompt), self.max_ctx, raisable=self.raisable)
-        outside = [token for token in request.prompt if not 0 <= token < self.vocabulary]
+        pads = {index for image in request.images for index in range(image.start, image.end)}
+        outside = [
+            token
+            for index, token in enumerate(request.prompt)
+            if not 0 <= token < self.vocabulary and index not in pads
+        ]
         if outside:
             raise UsageError(
                 f"token {outside[0]} in the prompt, the vocabulary has ids 0 to {self.vocabulary - 1}",
@@ -161,6 +173,14 @@ class Sequence:
     def chunk_end(self) -> int:
         """Where the prompt's next chunk ends."""
         return next(end for end in self.chunk_ends if end > self.processed)
+
+    @property
+    def sees(self) -> bool:
+        """Whether the prompt's next chunk has rows of images: decode steps cannot read it."""
+        images = self.request.images
+        return bool(images) and any(
+            image.start < self.chunk_end and image.end > self.processed for image in images
+        )
 
     @property
     def finished(self) -> bool:

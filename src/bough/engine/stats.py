@@ -42,6 +42,10 @@ class RequestStats:
     seed: int = 0
     approximate: tuple[str, ...] = ()  # lossy settings, which may change the text
     shares: Shares = field(default_factory=Shares)  # accepted tokens by proposer
+    images: int = 0  # of the prompt
+    image_tokens: int = 0  # that they take of it
+    encoded_images: int = 0  # the others were cached
+    image_s: float = 0.0  # of encoding them
     notes: list[str] = field(default_factory=list)  # what the user should know, in sentences
     compression: Report | None = None  # None: the prompt was read as it is, and nothing else was asked for
     _start: float = field(default_factory=time.perf_counter)
@@ -148,6 +152,14 @@ class RequestStats:
         }
         return found | ({"exact": report.reason} if report.reason else {})
 
+    def images_dict(self) -> dict[str, Any]:
+        return {
+            "count": self.images,
+            "tokens": self.image_tokens,
+            "encoded": self.encoded_images,
+            "encode_ms": round(1000 * self.image_s, 1),
+        }
+
     def as_dict(self) -> dict[str, Any]:
         return {
             "prompt_tokens": self.prompt_tokens,
@@ -171,5 +183,6 @@ class RequestStats:
             "seed": self.seed,
             "approximate": list(self.approximate),
             "notes": self.notes,
+            **({"images": self.images_dict()} if self.images else {}),
             **({"compression": compression} if (compression := self.compression_dict()) else {}),
         }

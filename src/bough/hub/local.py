@@ -7,7 +7,7 @@ from pathlib import Path
 
 from bough.errors import ModelNotFound
 from bough.hub.drafts import CONFIG, is_draft_config
-from bough.hub.names import draft_sidecars, group, listing
+from bough.hub.names import draft_sidecars, encoders, group, listing
 
 
 def model_in(folder: Path) -> Path:
@@ -51,6 +51,12 @@ def drafts_beside(path: Path) -> list[Path]:
     """Return the GGUF drafts, by their names, in the folder of a file."""
     files = ((each.name, each.stat().st_size) for each in path.parent.iterdir() if each.is_file())
     return [path.parent / each.files[0] for each in draft_sidecars(files)]
+
+
+def encoders_beside(path: Path) -> list[Path]:
+    """Return the image encoders in the folder of a model, those of its name and the most precise first."""
+    files = (each.name for each in path.parent.iterdir() if each.is_file())
+    return [path.parent / name for name in encoders(files, path.name)]
 
 
 def paired_draft(path: Path) -> Path | None:

@@ -19,6 +19,15 @@ SITES = (
 )
 # Files that are not models: image encoders, importance matrices.
 _COMPANIONS = re.compile(r"mmproj|imatrix", re.IGNORECASE)
+_ENCODER = re.compile(r"mmproj.*\.gguf$", re.IGNORECASE)
+_ENCODERS = (
+    "BF16",
+    "F16",
+    "FP16",
+    "F32",
+    "FP32",
+    "Q8_0",
+)  # types, the best first: weights are published in BF16
 # Drafts that some publish beside their target, by the start of the file name; never a target.
 _SIDECARS = re.compile(r"(?:mtp|eagle3?|dflash|dspark|draft)[-_.]", re.IGNORECASE)
 _DRAFT_SIDECARS = re.compile(
@@ -110,6 +119,25 @@ def group(files: Iterable[tuple[str, int]], *, sidecars: bool = False) -> list[G
 def draft_sidecars(files: Iterable[tuple[str, int]]) -> list[GGUFSet]:
     """Return the drafts that lie beside their target, of the kinds that we run."""
     return [each for each in group(files, sidecars=True) if each.complete and is_draft_file(each.files[0])]
+
+
+def encoders(files: Iterable[str], model: str) -> list[str]:
+    """Return a model's image encoders among files: those in its folder or above it, the likeliest first.
+
+    A folder may have those of several models, and each in several types.
+    """
+    stem = (
+        _QUANT.split(_SPLIT.sub("", model.rpartition("/")[2]).removesuffix(".gguf"))[0].strip("-._").lower()
+    )
+
+    def order(name: str) -> tuple[int, bool, int, str]:
+        folder, _, file = name.rpartition("/")
+        labels = [label.upper() for label in _QUANT.findall(file.removesuffix(".gguf"))]
+        rank = _ENCODERS.index(labels[-1]) if labels and labels[-1] in _ENCODERS else len(_ENCODERS)
+        return -len(folder), stem not in file.lower(), rank, name
+
+    above = [name for name in files if model.startswith(name[: name.rfind("/") + 1])]
+    return sorted((name for name in above if _ENCODER.search(name.rpartition("/")[2])), key=order)
 
 
 def is_draft_architecture(name: object) -> bool:

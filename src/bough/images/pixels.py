@@ -43,6 +43,12 @@ class Picture:
     digest: bytes  # of the pixels and their form: two pictures with one digest are the same
 
     @property
+    def ids(self) -> list[int]:
+        """Return what stands for its tokens in a prompt: its digest as ids that are in no vocabulary."""
+        words = np.frombuffer(self.digest, dtype="<i4") | np.int32(-(2**31))
+        return np.resize(words, self.tokens).tolist()
+
+    @property
     def rows(self) -> int:
         return self.pixels.shape[0] // TOKEN
 

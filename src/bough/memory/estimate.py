@@ -27,6 +27,7 @@ from bough.models.native import packed_model_bytes, packed_tensors_bytes
 from bough.models.native_draft import draft_gap, packed_draft_bytes
 from bough.models.spec import ModelSpec, has_mtp
 from bough.models.step import SIZES, largest_padded
+from bough.models.vision_spec import REMEMBERED, VisionSpec, tower_bytes, workspace_bytes
 from bough.spec.mtp import BEAMS, STEPS
 from bough.state.draft_ring import draft_buffers, mtp_buffers
 from bough.state.sequences import PAGE, SequenceStates
@@ -37,6 +38,7 @@ DeviceType = Literal["cpu", "cuda"]
 EMBEDDING = "token embedding"  # may be in host memory instead
 KV_CACHE = "keys and values"
 PARTIAL_SUMS = "products"
+ENCODER = "image encoder"
 
 _ENTRY = 8  # bytes of a page table's entry
 _SPLIT_K_BLOCKS = 2 * 148  # thread blocks of a split-K matmul: two on each SM of the largest card
@@ -157,6 +159,13 @@ def estimate_memory(
     rings = {"max_ctx": context, "slots": sequences, "device": META, "dtype": ring_dtype(device_type)}
     draft = _draft_need(file, spec, config, device_type, rings=rings, expand=expand, native=native)
     parts |= draft.parts
+    item = compute_dtype(device_type).itemsize
+    encoding = 0
+    if config.mmproj is not None:
+        with GGUFFile.open(config.mmproj) as encoder:
+            shape = VisionSpec.from_gguf(encoder)
+            parts |= {ENCODER: tower_bytes(encoder, item), "image rows": REMEMBERED * shape.out * item}
+            encoding = workspace_bytes(shape, config.image_tokens, item)
     rows = config.max_rows if not on_gpu else largest_padded(config.max_rows)
     parts |= _state_bytes(spec, rows, sequences, target.dtype)
     if on_gpu:
@@ -170,7 +179,10 @@ def estimate_memory(
         }
     widened = {type.name: size for type, size in loader.widened.items()}
     prefill = {
-        chunk: prefill_bytes(spec, chunk, draft.taps, int8=config.prefill == "int8") if on_gpu else 0
+        # An image is encoded before the first layer of its chunk.
+        chunk: max(encoding, prefill_bytes(spec, chunk, draft.taps, int8=config.prefill == "int8"))
+        if on_gpu
+        else encoding
         for chunk in _chunk_sizes(config, device_type)
     }
     expanded = on_gpu or native or expand

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Literal
 
-# After the system message and tools ("head"), after the last user message ("question"), at the last chunk end
-# of the prompt ("turn"), after the answer, and about every GRID tokens. The names are in snapshot files.
-SnapshotKind = Literal["head", "question", "turn", "answer", "grid"]
+# After the system message and tools ("head"), the last image, the last user message ("question"), at the last
+# chunk end of the prompt ("turn"), after the answer, and about every GRID tokens. The names are in files.
+SnapshotKind = Literal["head", "question", "turn", "answer", "grid", "image"]
 
 GRID = 8192  # tokens
 # A chunk ends at a turn if it then has at least this fraction of the chunk size, or _ENOUGH tokens, and of
@@ -26,7 +26,8 @@ def chunk_ends(length: int, boundaries: Mapping[int, SnapshotKind], chunk: int) 
     inside = (position for position in boundaries if 0 < position < length)
     for position in sorted({*range(chunk, length, chunk), *inside}):
         least = max(min(chunk // _CHUNK_FRACTION, _ENOUGH), position // _TEXT_FRACTION)
-        if position % chunk == 0 or position - last >= least:
+        # What precedes an image's end costs more than a chunk: other questions about it begin there.
+        if position % chunk == 0 or position - last >= least or boundaries.get(position) == "image":
             ends.append(position)
             last = position
     return [*ends, length]
@@ -41,7 +42,7 @@ def snapshot_positions(
         end: "grid" for before, end in pairwise([0, *inner]) if end // GRID > before // GRID
     }
     positions |= dict.fromkeys(inner[-1:], "turn")
-    for kind in ("question", "head"):
+    for kind in ("question", "image", "head"):
         last = max((position for position, each in boundaries.items() if each == kind), default=0)
         count = bisect_right(inner, last)
         positions |= dict.fromkeys(inner[max(0, count - 1) : count], kind)

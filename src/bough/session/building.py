@@ -16,6 +16,7 @@ from bough.models.dflash import DFlashDraft, open_draft
 from bough.models.measure import MeasuringLoader
 from bough.models.mtp import MTPBlock
 from bough.models.step import SIZES
+from bough.models.vision import VisionTower
 from bough.prefix_cache.cache import PrefixCacheConfig
 from bough.spec.costs import StepCosts
 from bough.spec.dflash import DFlashModel
@@ -39,6 +40,7 @@ def build_engine(
     target: Target,
     drafter: Drafter,
     prefix_cache: PrefixCacheConfig | None = None,
+    tower: VisionTower | None = None,
 ) -> Engine:
     return Engine(
         target,
@@ -49,6 +51,7 @@ def build_engine(
         max_rows=config.max_rows,
         cache=CacheConfig(*plan.kv, window=config.window, pages=plan.kv_pages),
         prefix_cache=prefix_cache,
+        tower=tower,
     )
 
 

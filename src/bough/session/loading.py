@@ -17,6 +17,7 @@ from bough.engine.sequence import Limits
 from bough.errors import BadGGUF, UsageError
 from bough.gguf.reader import GGUFFile
 from bough.hub.recommended import recommended
+from bough.images.opening import ImageLimits
 from bough.kernels.native import INT8, INT16, Library
 from bough.kernels.runtime import backends
 from bough.kernels.runtime.device import capability_of
@@ -38,6 +39,7 @@ from bough.models.native import NativeDecoder, NativeLoader
 from bough.models.native_draft import NativeDraft, draft_gap
 from bough.models.pooling import VectorSpec
 from bough.models.spec import ModelSpec
+from bough.models.vision import VisionTower
 from bough.models.weights import Progress as LoadProgress
 from bough.models.weights import WeightLoader
 from bough.prefix_cache.cache import PrefixCacheConfig
@@ -45,8 +47,9 @@ from bough.prefix_cache.files import SnapshotFiles, identity
 from bough.session.attention_scorer import AttentionScorer
 from bough.session.building import build_engine, compile_ahead, draft_model, mtp_model, speculator
 from bough.session.compression import Compression, Elsewhere
-from bough.session.pairing import card_of
+from bough.session.pairing import card_of, with_encoder
 from bough.session.phases import Phases
+from bough.session.pictures import check_pads
 from bough.session.reader import RequestReader
 from bough.session.session import Session
 from bough.session.threads import checked_threads, torch_threads
@@ -112,6 +115,9 @@ def _loaded(
         config = config if vector_spec is None else vector_config(config)
         advice = recommended(card_of(file), file.metadata)
         tokenizer, template = _text_of(file, spec, config.effort or advice.effort)
+        config = with_encoder(file, config)
+        if config.mmproj is not None:
+            check_pads(tokenizer, path)
         # Before memory is planned: the target gets what the scorer leaves.
         scorer = _scorer(config, device, tokenizer)
         plan = plan_memory(file, spec, config, device)
@@ -121,6 +127,7 @@ def _loaded(
         with compile_ahead(file, config, plan, device) as ahead:
             target = _target(file, config, plan, device, progress)
             mtp = _mtp(config, file, target, plan)
+            tower = None if config.mmproj is None else _tower(config.mmproj, device, _threads(config, plan))
             cost_file = _cost_file(config, path, plan, target, mtp)
             costs = cost_file.load()
             _empty_cache(device)
@@ -134,7 +141,7 @@ def _loaded(
                 phases.end("checking")
             # The bits of saved states depend on what computes.
             prefix_cache = _prefix_cache(config, file, plan, device)
-            engine = build_engine(config, plan, target, drafter, prefix_cache)
+            engine = build_engine(config, plan, target, drafter, prefix_cache, tower)
             vectors = None if vector_spec is None else Vectors(engine, file, vector_spec, tokenizer)
     if device.type == "cuda" and graphs and vectors is None:
         engine.warmup.capture(warming)
@@ -153,6 +160,7 @@ def _loaded(
         break_loops=config.break_loops,
         save_costs=lambda: cost_file.save(costs),
         compression=Compression(config.compress, scorer),
+        images=_image_limits(config),
     )
     if vectors is not None:
         session.compute_vectors(vectors)
@@ -210,7 +218,25 @@ def load_reader(path: Path, config: EngineConfig, limits: Limits) -> RequestRead
             break_loops=config.break_loops,
             compression=Compression(config.compress, scorer),
             vector_spec=VectorSpec.from_gguf(file, spec.width),
+            images=_image_limits(with_encoder(file, config)),
         )
+
+
+def _image_limits(config: EngineConfig) -> ImageLimits | None:
+    """Return what images may be; None: the model is loaded without an image encoder."""
+    return None if config.mmproj is None else ImageLimits(tokens=config.image_tokens)
+
+
+def _tower(path: Path, device: torch.device, threads: int) -> VisionTower:
+    with GGUFFile.open(path) as file:
+        return VisionTower(file, device, compute_dtype(device.type), threads=threads)
+
+
+def _threads(config: EngineConfig, plan: MemoryPlan) -> int:
+    """Return the threads of the tower on a CPU, where those of torch may be few."""
+    return (
+        checked_threads(config.threads) or _TORCH_THREADS if plan.estimate.native else torch.get_num_threads()
+    )
 
 
 def _scorer(config: EngineConfig, device: torch.device, tokenizer: Tokenizer) -> Scorer:
@@ -375,7 +401,8 @@ def _prefix_cache(
     if uses_mtp(config, file, ModelSpec.from_gguf(file)):
         facts += ["mtp", min(plan.max_ctx, DEFAULT_CONTEXT)]
     made_of = identity(
-        [*file.paths, *([draft.path] if draft else ())],
+        # An image is named by its pixels: what its rows are is the encoder's.
+        [*file.paths, *([draft.path] if draft else ()), *([config.mmproj] if config.mmproj else ())],
         computing=_computing(config, plan, device),
         kv=[format.name for format in plan.kv],
         window=config.window,

@@ -1,20 +1,23 @@
 """The card of a model file and the draft that belongs to it. Imports no torch."""
 
+import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from bough.config import SpecConfig
-from bough.errors import UsageError
+from bough.config import EngineConfig, SpecConfig
+from bough.errors import ModelFileError, UsageError
 from bough.hub import catalog
 from bough.hub.catalog import ModelCard
 from bough.hub.drafts import cached_draft
-from bough.hub.local import paired_draft
+from bough.hub.local import encoders_beside, paired_draft
 from bough.hub.names import RepoName
 
 if TYPE_CHECKING:
     from bough.gguf.reader import GGUFFile
+
+log = logging.getLogger(__name__)
 
 AUTO, NONE, MTP, LOOKUP = "auto", "none", "mtp", "lookup"  # drafts that are no names
 _BESIDE = f",{MTP}"
@@ -98,6 +101,29 @@ def _recognised(file: "GGUFFile", names: list[str], repo: str | None = None) -> 
     spec = ModelSpec.from_gguf(file)
     shape = {"width": spec.width, "layers": len(spec.layers)}
     return catalog.recognise(names, architecture=spec.architecture, **shape, repo=repo)
+
+
+def with_encoder(file: "GGUFFile", config: EngineConfig) -> EngineConfig:
+    """Return the settings with the file of the model's image encoder, if there is one that fits."""
+    from bough.gguf.reader import GGUFFile
+    from bough.models.spec import ModelSpec
+    from bough.models.vision_spec import VisionSpec
+
+    if config.no_images:
+        return replace(config, mmproj=None)
+    target = ModelSpec.from_gguf(file)
+    if config.mmproj is not None:
+        with GGUFFile.open(config.mmproj) as encoder:
+            VisionSpec.from_gguf(encoder).check_target(encoder, target)
+        return config
+    for path in encoders_beside(file.path) if target.rope_sections else ():
+        try:
+            with GGUFFile.open(path) as encoder:
+                VisionSpec.from_gguf(encoder).check_target(encoder, target)
+            return replace(config, mmproj=path)
+        except ModelFileError as error:
+            log.warning("the image encoder beside the model is left out: %s", error.message)
+    return config
 
 
 def local_draft(card: ModelCard) -> Path | None:

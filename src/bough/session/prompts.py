@@ -1,15 +1,19 @@
 """Prompts: a request's prompt tokens, the constraint on its output, and the stream that decodes it."""
 
 import contextlib
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
 from bough.config import EFFORTS
+from bough.engine.images import PlacedPicture
 from bough.errors import UsageError
+from bough.images.pixels import Picture
 from bough.prefix_cache.boundaries import SnapshotKind
 from bough.session.constraint import ConstraintSpec, TokenConstraint
 from bough.session.output import OutputStream
+from bough.session.pictures import PAD, VISION_END, Pictures
 from bough.session.requests import Prompt, TextRequest
 from bough.text.grammar import GrammarCompiler, Matcher
 from bough.text.grammar_jobs import CompiledGrammar, GrammarJob, Grammars
@@ -23,16 +27,32 @@ from bough.text.tools import CLOSE, OPEN, Syntax, Tool, read_tools, syntax_of
 
 # Forced when reasoning has used up its budget; the answer can continue from it.
 CLOSING = "\n\nThat is enough thinking; I will answer now.\n"
+_PAD = re.compile(re.escape(PAD))
+_END = re.compile(f"{re.escape(PAD)}(?:{re.escape(VISION_END)})?")
 GAP = "\n\n"  # as templates write it between reasoning and answer
 
 
 class Prompts:
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, *, break_loops: bool = True):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        *,
+        break_loops: bool = True,
+        pictures: Pictures | None = None,
+    ):
+        """`pictures` None: the model is loaded without its image encoder."""
         self._tokenizer, self._template, self._break_loops = tokenizer, template, break_loops
+        self._pictures = pictures
         self.grammars = Grammars(GrammarCompiler(tokenizer))
 
-    def encode(self, request: TextRequest, limit: EncodeLimit | None = None) -> Prompt:
-        """Return the prompt; `limit` ends the tokenising of one that does not fit."""
+    def encode(
+        self, request: TextRequest, limit: EncodeLimit | None = None, *, counting: bool = False
+    ) -> Prompt:
+        """Return the prompt; `limit` ends the tokenising of one that does not fit.
+
+        counting: only its length is wanted, and images are not decoded.
+        """
         if (request.messages is None) == (request.prompt is None):
             raise UsageError("give either messages or a raw prompt")
         tools = read_tools(request.tools) if request.tool_choice != "none" else []
@@ -49,10 +69,11 @@ class Prompts:
         )
         if limit is not None:
             limit.check(self._tokenizer.longest_token, rendered.text)
-        ids, boundaries = self._tokens(rendered, limit)
+        slots = self._slots(rendered, limit, counting=counting) if rendered.images else {}
+        ids, boundaries, images = self._tokens(rendered, limit, slots)
         if request.allowed_tools is not None:
             tools = [tool for tool in tools if tool.name in request.allowed_tools]
-        return Prompt(ids, boundaries, self._reasoning(rendered), tools)
+        return Prompt(ids, boundaries, self._reasoning(rendered), tools, images)
 
     def beginning(self, request: TextRequest, limit: EncodeLimit | None = None) -> Prompt:
         """Return the tokens that the prompt has in common with all that continue it.
@@ -65,7 +86,8 @@ class Prompts:
         pairs = zip(first.ids, second.ids, strict=False)
         length = next((index for index, (a, b) in enumerate(pairs) if a != b), 0)
         inside = {at: kind for at, kind in first.boundaries.items() if at < length}
-        return replace(first, ids=first.ids[:length], boundaries=inside)
+        images = tuple(image for image in first.images if image.end <= length)
+        return replace(first, ids=first.ids[:length], boundaries=inside, images=images)
 
     def _budget(self, request: TextRequest) -> int | None:
         """Return the most tokens of reasoning; an effort is a number if the template has no word for it."""
@@ -99,37 +121,68 @@ class Prompts:
             return Prompt(self._with_bos(self._tokenizer.encode(prompt, limit=limit)), {}, "none", [])
         return Prompt(list(prompt or ()), {}, "none", [])
 
+    def _slots(
+        self, rendered: Rendered, limit: EncodeLimit | None, *, counting: bool
+    ) -> dict[int, Picture | int]:
+        """Return where in the text images belong, and each, or the number of its tokens.
+
+        What a message spells is no slot.
+        """
+        files, pictures = rendered.images, self._pictures
+        assert pictures is not None, "images for a model that was loaded without its image encoder"
+        spelled = {start for start, _ in rendered.literals}
+        places = [match.start() for match in _PAD.finditer(rendered.text) if match.start() not in spelled]
+        if len(places) != len(files):
+            raise UsageError(
+                f"the chat template has {len(places)} places for {len(files)} images: it is made for text",
+                param="messages",
+            )
+        counts = [pictures.tokens(file) for file in files]
+        if limit is not None:
+            limit.count(sum(counts) - len(counts), more=True)  # before any is decoded
+        return dict(zip(places, counts if counting else map(pictures.of, files), strict=True))
+
     def _tokens(
-        self, rendered: Rendered, limit: EncodeLimit | None
-    ) -> tuple[list[int], dict[int, SnapshotKind]]:
-        """Return the ids of the text, and how many of them precede each turn.
+        self, rendered: Rendered, limit: EncodeLimit | None, slots: Mapping[int, Picture | int]
+    ) -> tuple[list[int], dict[int, SnapshotKind], tuple[PlacedPicture, ...]]:
+        """Return the ids of the text, how many of them precede each turn or end an image, and the images.
 
         The template reports where the last turns begin. The control tokens there begin the earlier ones, too.
         """
-        kinds: dict[int, SnapshotKind] = dict.fromkeys(rendered.boundaries, "turn")
+        text = rendered.text
+        after_images = {match.end() for match in _END.finditer(text) if match.start() in slots}
+        kinds: dict[int, SnapshotKind] = dict.fromkeys(after_images, "image")
+        kinds |= dict.fromkeys(rendered.boundaries, "turn")
         if len(rendered.boundaries) > 1:
             kinds[rendered.boundaries[0]] = "head"
         if rendered.last_user_end is not None:
             kinds[rendered.last_user_end] = "question"
         # Most templates write the BOS token themselves.
         bos = self._tokenizer.bos_id
-        written = bos is None or rendered.text.startswith(self._tokenizer.token_bytes(bos).decode())
+        written = bos is None or text.startswith(self._tokenizer.token_bytes(bos).decode())
         ids: list[int] = [] if written else self._with_bos([])
         boundaries: dict[int, SnapshotKind] = {}
+        images: list[PlacedPicture] = []
         start = 0
-        for end in [*sorted(kinds), len(rendered.text)]:
-            # Splitting the text right before a control token, and only there, does not change its tokens.
-            if end < len(rendered.text) and not self._template.is_control_at(rendered.text, end):
+        for end in [*sorted({*kinds, *slots} - {0}), len(text)]:
+            # Splitting the text right before or after a control token, and only there, keeps its tokens.
+            if end < len(text) and end not in after_images and not self._template.is_control_at(text, end):
                 continue
             # A control token spelled out in a message stays text.
             literals = [(a - start, b - start) for a, b in rendered.literals if start <= a and b <= end]
-            ids += self._tokenizer.encode(rendered.text[start:end], literals=literals, limit=limit)
-            if end < len(rendered.text):
+            tokens = self._tokenizer.encode(text[start:end], literals=literals, limit=limit)
+            if start in slots:
+                picture = slots[start]
+                if isinstance(picture, Picture):
+                    images.append(PlacedPicture(len(ids), picture))
+                tokens[:1] = picture.ids if isinstance(picture, Picture) else [-1] * picture
+            ids += tokens
+            if end < len(text) and end in kinds:
                 boundaries[len(ids)] = kinds[end]
             start = end
-        openers = {ids[position] for position in boundaries}
+        openers = {ids[position] for position, kind in boundaries.items() if kind != "image"}
         turns: dict[int, SnapshotKind] = dict.fromkeys(_positions(ids, openers), "turn")
-        return ids, turns | boundaries
+        return ids, turns | boundaries, tuple(images)
 
     def _with_bos(self, ids: list[int]) -> list[int]:
         return ids if self._tokenizer.bos_id is None else [self._tokenizer.bos_id, *ids]

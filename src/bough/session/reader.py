@@ -8,9 +8,10 @@ from bough.engine.sequence import Limits, Request
 from bough.errors import UsageError
 from bough.hub.recommended import NOTHING_KNOWN, Recommended
 from bough.images.opening import ImageLimits
-from bough.images.parts import with_images
+from bough.images.parts import has_images, with_images
 from bough.models.pooling import VectorSpec
 from bough.session.compression import Compression, PromptCompression
+from bough.session.pictures import Pictures
 from bough.session.prompts import Prompts
 from bough.session.requests import Prompt, TextRequest
 from bough.session.vector_prompts import check_role, vector_prompt
@@ -41,7 +42,8 @@ class RequestReader:
         self.images = images
         self.vector_spec = vector_spec
         self.recommended = recommended
-        self._prompts = Prompts(tokenizer, template, break_loops=break_loops)
+        pictures = None if images is None else Pictures(images)
+        self._prompts = Prompts(tokenizer, template, break_loops=break_loops, pictures=pictures)
         self._compression = PromptCompression(self._prompts, tokenizer, compression or Compression())
 
     @property
@@ -69,9 +71,10 @@ class RequestReader:
         return self._compression.by_default
 
     def encode(self, request: TextRequest) -> list[int]:
-        """Return the prompt's token ids; raises if the template refuses the messages."""
+        """Return the prompt's token ids, below 0 for images; raises if the template refuses the messages."""
         request = self._with_images(request)
-        return self._prompts.encode(request, self._limit(request, stops_at_tokens=False)).ids
+        limit = self._limit(request, stops_at_tokens=False)
+        return self._prompts.encode(request, limit, counting=True).ids
 
     def check(self, request: TextRequest) -> TextRequest:
         """Return the request with its encoded prompt; raise what `generate` would before its first step.
@@ -80,6 +83,8 @@ class RequestReader:
         """
         request = self._with_images(request)
         if request.prefill_for_s is None and self._compression.deferred(request):
+            if has_images(request.messages):
+                self._prompts.encode(request, self._limit(request))  # images are decoded in this thread
             return request
         request = self.prepare(request)
         prompt = request.encoded
@@ -133,7 +138,11 @@ class RequestReader:
     def _engine_request(self, request: TextRequest, prompt: Prompt, *, may_stop: bool = True) -> Request:
         if request.prefill_for_s is not None:
             return Request(
-                prompt.ids, max_tokens=1, boundaries=prompt.boundaries, prefill_for_s=request.prefill_for_s
+                prompt.ids,
+                max_tokens=1,
+                boundaries=prompt.boundaries,
+                prefill_for_s=request.prefill_for_s,
+                images=prompt.images,
             )
         room = self.max_ctx - len(prompt.ids) + 1
         return Request(
@@ -146,6 +155,7 @@ class RequestReader:
             draft_budget=request.draft_budget,
             trees=request.trees,
             boundaries=prompt.boundaries,
+            images=prompt.images,
         )
 
     def _stop_ids(self, request: TextRequest) -> frozenset[int]:

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from bough.compress.compressor import Compressed
 from bough.engine.events import Failed, Progress
+from bough.engine.images import PlacedPicture
 from bough.engine.sampler import SamplingParams, TokenLogprob
 from bough.prefix_cache.boundaries import SnapshotKind
 from bough.session.events import (
@@ -50,6 +51,7 @@ class Prompt:
     boundaries: dict[int, SnapshotKind]  # how many ids precede each turn
     reasoning: Literal["open", "possible", "none"]  # begun in the prompt, or the answer may begin with it
     tools: list[Tool]  # the answer may call these
+    images: tuple[PlacedPicture, ...] = ()
     compressed: Compressed | None = None  # what compression did; None: it was not asked for
     grammar: CompiledGrammar | None = None  # of the answer or of calls, from `RequestReader.check`
 

@@ -14,6 +14,7 @@ from bough.engine.sequence import Sequence
 from bough.engine.stats import RequestStats
 from bough.errors import Cancelled
 from bough.hub.recommended import NOTHING_KNOWN, Recommended
+from bough.images.opening import ImageLimits
 from bough.memory.planner import MemoryPlan
 from bough.session.compression import Compression
 from bough.session.constraint import TokenConstraint
@@ -40,7 +41,7 @@ LOOPED = "The reasoning repeated itself and was ended there."
 
 
 class Session(RequestReader):
-    def __init__(
+    def __init__(  # noqa: PLR0913 (what a session is made of)
         self,
         engine: Engine,
         tokenizer: Tokenizer,
@@ -51,6 +52,7 @@ class Session(RequestReader):
         break_loops: bool = True,
         save_costs: Callable[[], None] = lambda: None,
         compression: Compression | None = None,
+        images: ImageLimits | None = None,
     ):
         super().__init__(
             tokenizer,
@@ -59,6 +61,7 @@ class Session(RequestReader):
             recommended=recommended,
             break_loops=break_loops,
             compression=compression,
+            images=images,
         )
         self.engine = engine
         self._vectors: Vectors | None = None
@@ -93,12 +96,10 @@ class Session(RequestReader):
 
     @property
     def parallel(self) -> int:
-        """Return how many requests run at once, at most."""
         return self.engine.slots
 
     @property
     def running(self) -> int:
-        """Return how many requests have a slot."""
         return self.engine.running if self._vectors is None else len(self._vectors)
 
     @property

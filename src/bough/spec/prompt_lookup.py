@@ -1,6 +1,7 @@
 """Prompt lookup: proposes what followed the last tokens earlier in the text (n-gram match)."""
 
 import math
+from itertools import takewhile
 
 from bough.spec.calibration import CALIBRATION_DECAY
 
@@ -53,6 +54,7 @@ class PromptLookup:
     def __init__(self, usual: LookupAccuracy | None = None):
         """`usual`: how often copies are right in all texts."""
         self._text: list[int] = []
+        self._seen = 0  # of them, up to the end of the last image: ids below 0
         self._ngram: tuple[int, ...] = ()  # the last one
         self._newest: dict[tuple[int, ...], int] = {}  # n-gram: the last position after it
         self._earlier: list[int] = []  # for each position after an n-gram the one before it; 0: none
@@ -65,7 +67,8 @@ class PromptLookup:
 
     @property
     def tokens(self) -> list[int]:
-        return self._text
+        """Return the text, of one with images what follows the last."""
+        return self._text[self._seen :]
 
     def append(self, tokens: list[int]) -> bool:
         """Add sampled tokens or tokens of the prompt; return whether the last of them were there before."""
@@ -73,6 +76,8 @@ class PromptLookup:
             self._observe(tokens)
         for token in tokens:
             self._text.append(token)
+            if token < 0:
+                self._seen = len(self._text)
             ngram = self._ngram = (*self._ngram[1 - _NGRAM :], token)
             self._earlier.append(self._newest.get(ngram, 0))
             self._newest[ngram] = len(self._text)
@@ -94,6 +99,8 @@ class PromptLookup:
         # A copy that reaches the end of the text continues with what it has copied: repetition repeats.
         period = end - best
         tokens = [self._text[best + i % period] for i in range(depth)]
+        if best < self._seen:
+            tokens = list(takewhile(lambda token: token >= 0, tokens))  # an image is not sampled
         self._match, self._open = length, tokens
         return tokens, self._accuracy.log_probability(length)
 

@@ -15,6 +15,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
 from bough.errors import BadGGUF, TemplateFailed, UsageError
+from bough.images.opening import ImageFile
 from bough.text.bounded_jinja import BUDGET, BoundedEnvironment, Budget, within
 from bough.text.messages import Message, merge_neighbours, normalise
 from bough.text.output import END_THINK, THINK
@@ -64,6 +65,7 @@ class Rendered:
     literals: list[tuple[int, int]]
     # What the last message has begun and the model continues.
     continued: Literal["", "reasoning", "answer"] = ""
+    images: tuple[ImageFile, ...] = ()  # of the conversation, in order
 
 
 class ChatTemplate:
@@ -115,7 +117,6 @@ class ChatTemplate:
 
     @property
     def supports_thinking(self) -> bool:
-        """Return whether the template has a thinking switch."""
         return "enable_thinking" in self.source
 
     @cached_property
@@ -188,8 +189,9 @@ class ChatTemplate:
             marked = _begun(marked, reasoning, answer)
         text, literals = _without_marks(marked)
         continued = "answer" if answer else "reasoning" if reasoning else ""
+        images = tuple(part["image"] for turn in conversation for part in _image_parts(turn["content"]))
         if not boundaries or not conversation:
-            return Rendered(text, [], None, literals, continued)
+            return Rendered(text, [], None, literals, continued, images)
 
         def attempt(turns: list[Message]) -> str:
             try:
@@ -198,7 +200,7 @@ class ChatTemplate:
                 return ""
 
         ends, last_user_end = self._turn_ends(text, literals, conversation, variables, attempt)
-        return Rendered(text, ends, last_user_end, literals, continued)
+        return Rendered(text, ends, last_user_end, literals, continued, images)
 
     def _turn_ends(
         self,
@@ -309,6 +311,10 @@ class _GenerationTag(Extension):
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _image_parts(content: Any) -> list[Any]:
+    return [part for part in content if part["type"] == "image"] if isinstance(content, list) else []
 
 
 def _to_json(

@@ -11,7 +11,6 @@ from torch import Tensor
 from bough.config import EngineConfig
 from bough.errors import UsageError
 from bough.gguf.reader import GGUFFile
-from bough.kernels.kv_cache.format import FORMATS
 from bough.memory.device import pick_device
 from bough.memory.estimate import compute_dtype
 from bough.memory.planner import plan_memory
@@ -19,7 +18,7 @@ from bough.models.decoder import Decoder
 from bough.models.spec import ModelSpec
 from bough.models.step import Step
 from bough.models.weights import Progress
-from bough.state.sequences import CacheConfig, SequenceStates
+from bough.state.sequences import SequenceStates
 from bough.text.template import ChatTemplate
 from bough.text.tokenizer import KEY, Tokenizer, TokenType
 
@@ -102,8 +101,6 @@ class FeatureReader:
             max_ctx=length,
             slots=batch,
             device=decoder.device,
-            # A GPU's KV cache is in float16 unless told.
-            cache=CacheConfig(FORMATS["f16"], FORMATS["f16"]) if decoder.device.type == "cuda" else None,
             input_dtype=decoder.dtype,
         )
         slots = torch.tensor([states.open() for _ in range(batch)], device=decoder.device)
