@@ -10,8 +10,7 @@ from torch import Tensor
 
 from bough.engine.delivery import token_events
 from bough.engine.events import Event, VerifiedTree
-from bough.engine.paging import Paging
-from bough.engine.parts import Parts
+from bough.engine.paging import Paging, Parts
 from bough.engine.prompts import PromptPiece, PromptReader
 from bough.engine.runner import Accepted, Forward, Masks, StepTimes, Verify
 from bough.engine.sequence import LaunchAhead, OwnConstraint, Phase, Sequence
