@@ -1,4 +1,4 @@
-"""The Triton matmuls against the expanded weights, in Triton's interpreter; see test_interpreted."""
+"""Packed rows in the place of floats, in Triton's interpreter; see test_interpreted."""
 
 from dataclasses import replace
 
@@ -16,33 +16,6 @@ sum_in_order()
 
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.double() - expected).norm() / expected.norm())
-
-
-def test_matmuls() -> None:
-    torch.manual_seed(0)
-    cases = [(type, random_blocks(type, 37, 256 if type.block_elements == 256 else 160)) for type in LAYOUTS]
-    cases.append((QuantType.F16, torch.randn(37, 160).half().view(torch.uint8)))
-    for number, (type, data) in enumerate(cases):
-        weight = pack(data, type)
-        values = unpack(weight).double()
-        rows = (1, 9, 23)[number % 3]
-        x = torch.randn(rows, weight.columns) * torch.logspace(-6, 6, rows)[:, None]
-        packed = triton_kernels.pack_rows(x)
-        packed.data.transpose(0, 1)[rows:] = float("nan")
-        out = torch.full((rows, 40), float("nan"))
-        triton_kernels.matmul(packed, weight, out[:, :37])
-        assert bool(out[:, 37:].isnan().all()), type.name
-        for row, expected in zip(out[:, :37], x.double() @ values.T, strict=True):
-            assert error(row, expected) < 1e-3, (type.name, error(row, expected))
-        space = torch.full((128, weight.padded_columns), float("nan"), dtype=torch.float16)
-        triton_kernels.expand(weight, 0, space)
-        expanded = space[:37, : weight.columns].double() * weight.expand_scale.double()
-        assert error(expanded, values) < 3e-4, (type.name, error(expanded, values))
-        assert not bool(space[37:].any()) and not bool(space[:, weight.columns :].any()), type.name
-    x = torch.randn(65, 40) * 1e9
-    many = triton_kernels.pack_rows(x)
-    assert many.data.shape == (65, 256) and not bool(many.data[:, 40:].any())
-    assert error(many.data[:, :40].double() * many.scale[:, None].double(), x.double()) < 3e-4
 
 
 def test_packed_rows_in_the_place_of_x() -> None:
