@@ -87,7 +87,7 @@ class ImageUrls:
         except TimeoutError as error:
             where = urls[last]
             raise UsageError(f"{where} took longer than {self.seconds:g} s", param=where) from error
-        except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
             where = urls[last]
             raise UsageError(f"{where} cannot be fetched: {type(error).__name__}", param=where) from error
 
