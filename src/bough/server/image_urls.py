@@ -100,6 +100,8 @@ class ImageUrls:
             raise UsageError(f"{where} is not a valid URL", param=where) from error
         if scheme not in _PORTS:
             refuse_fetching(url, where)
+        if not host:
+            raise UsageError(f"{where} is not a valid URL", param=where)
         port = port or _PORTS[scheme]
         resolved = await self.resolve(host, port)
         if not resolved or not all(is_public(address) for address in resolved):
