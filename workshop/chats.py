@@ -43,7 +43,7 @@ def main(
     chats: int = 10,
     turns: int = 8,
     regenerate: int = 20,
-    question: str = "Tell me a joke in one sentence.",
+    question: str = "Write a very long story about a dragon.",
     n_gen: int = 160,
     greedy: bool = False,
 ) -> None:

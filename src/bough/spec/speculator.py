@@ -364,7 +364,7 @@ class Speculator:
             kind = "draft" if plan.draft else "lookup" if outcome.rows > 1 else "plain"
             costs.observe_gap(kind, max(gap_s, 0.0))
 
-    # -- Steps of several texts: the trees are read back and share the rows on the host
+    # -- Steps of several texts: their trees share the rows, on the device if none has to be read before
 
     def _draft_together(self, turns: Sequence[Turn]) -> None:
         for turn in turns:

@@ -12,8 +12,8 @@ const SAVE_EVERY_MS = 1000;
 
 const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "max_tokens"];
 
-// Sampling of the next tries where Regenerate gave a short text that was there: of 20 jokes of a 0.5B 1, 9 and 18 differ.
-const WARMER = [{}, { temperature: 1, top_p: 0.95 }, { temperature: 1.3, top_p: 0.95 }];
+// Sampling of the next tries where Regenerate gave a short text that was there: as /regen of a chat in a terminal.
+const WARMER = [{}, ...[1, 1.3, 1.6].map((temperature) => ({ temperature, top_p: 0.95 }))];
 const SHORT = 1000; // characters: a longer text that comes again is a copy of the prompt, and takes long
 
 const optional = (name, value) => (value === "" ? {} : { [name]: Number(value) });
