@@ -95,7 +95,10 @@ class Pipeline:
                 logits = batch.forward.logits_of(index)
                 events += tagged(piece.sequence, self._prompts.piece_read(piece, logits))
         if ahead == "forward":
-            self._launch(batch, early)
+            try:
+                self._launch(batch, early)
+            except Exception:  # of any kind: it fails again in the next step, after these events
+                self._launched = None
         # While the device works on.
         for (index, sequence, outcome), tokens in zip(settled, delivered, strict=True):
             logits = partial(batch.forward.logits_of, index)
