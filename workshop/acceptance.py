@@ -2,9 +2,8 @@
 
     python -m workshop acceptance --data FOLDER --model FILE --draft PATH [--temperature 0.8]
 
-FOLDER holds humaneval/test.jsonl.gz and so on. Appends every prompt's result to --lines; a file bench-*.jsonl
-in benchmarks/results becomes a part of docs/benchmarks.md (workshop/make_page.py). Prints a JSON line per
-suite, which is also appended to --out, by default benchmarks/results/acceptance.jsonl.
+FOLDER holds humaneval/test.jsonl.gz and so on. Appends every prompt's result to --lines. Prints a JSON line
+per suite, which is also appended to --out, by default benchmarks/results/acceptance.jsonl.
 """
 
 from collections.abc import Sequence

@@ -43,11 +43,11 @@ def main(
     chats: int = 10,
     turns: int = 8,
     regenerate: int = 20,
-    question: str = "Tell me a joke in one sentence.",
+    question: str = "Write a very long story about a dragon.",
     n_gen: int = 160,
     greedy: bool = False,
 ) -> None:
-    with LLM(model, device=report.device, max_ctx=4096, progress=False) as llm:
+    with LLM(model, device=report.device, max_ctx=max(4096, turns * (n_gen + 64)), progress=False) as llm:
         sampling = SamplingParams() if greedy else llm.session.sampling_for(None)
         report.line(
             model=model.name,

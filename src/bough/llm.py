@@ -140,6 +140,7 @@ class LLM:
         vram_limit: int | None = None,
         prefill: Literal["exact", "int8"] = "exact",
         prefix_cache_dir: str | Path | None = None,
+        mmproj: str | Path | None = None,
         offline: bool = False,
         progress: bool = True,
     ):
@@ -160,6 +161,7 @@ class LLM:
             draft=draft_config,
             costs=costs_file(),
             prefix_cache_dir=None if prefix_cache_dir is None else Path(prefix_cache_dir),
+            mmproj=None if mmproj is None else Path(mmproj),
         )
         self.path, self.draft = target, draft_config.path if draft_config else None
         self.name = card.name if card else target.stem
@@ -194,7 +196,6 @@ class LLM:
 
     @property
     def session(self) -> Session:
-        """Return what the model was loaded into."""
         if self._closed:
             raise UsageError(f"the LLM {self.name} is closed", "make another one")
         return self._worker.session
@@ -490,7 +491,6 @@ class Stream(Iterator[str]):
 
     @property
     def reasoning(self) -> str:
-        """Return the reasoning so far."""
         return self._output.reasoning
 
     def answer(self) -> Answer:

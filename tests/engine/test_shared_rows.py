@@ -162,6 +162,31 @@ def test_some_end_while_the_next_step_is_in_flight(made: Session, plain: list[li
             assert len(text) >= ends[index] if index in ends else text == expected
 
 
+def test_what_fails_when_it_is_launched_ahead_fails_in_the_next_step(
+    made: Session, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that have ended get their last tokens; what fails once is done again."""
+    found, begin, calls = engine(made, slots=5), Pipeline._begin, []
+
+    def begun(pipeline: Pipeline, *parts) -> Batch | None:
+        calls.append(parts)
+        if len(calls) % 3 == 0 and len(calls) < 30:
+            raise MemoryError("no pages")
+        return begin(pipeline, *parts)
+
+    monkeypatch.setattr(Pipeline, "_begin", begun)
+    running = {found.add(request): index for index, request in enumerate(requests(made))}
+    texts: list[list[int]] = [[] for _ in running]
+    failures = 0
+    while any(not sequence.finished for sequence in running):
+        try:
+            for sequence, event in found.step():
+                texts[running[sequence]] += event.ids if isinstance(event, Tokens) else []
+        except MemoryError:
+            failures += 1
+    assert texts == plain and failures < 9 < len(calls)
+
+
 def test_plain_steps_follow_before_they_are_read(
     made: Session, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

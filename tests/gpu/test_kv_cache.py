@@ -30,7 +30,7 @@ from tests.kernels.pools import filled
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("inference_mode")]
 
-ROWS, HEADS_OF_KV = (3, 1) if INTERPRETED else (24, 6)  # query heads of a KV head, by twos
+ROWS, HEADS_OF_KV = (3, 1) if INTERPRETED else (24, 6)  # half the query heads of a KV head
 QUANTISED = tuple(name for name in KV_FORMATS if FORMATS[name].quantised)
 # Relative RMS errors of what is stored. One step of a code is that large a part of a row: tq3_0 has 8 codes.
 TOLERANCES = {

@@ -1,5 +1,6 @@
 """Encoded images, whole and hostile, made by code."""
 
+import functools
 import io
 import struct
 import zlib
@@ -80,6 +81,7 @@ def damaged(data: bytes, at: int, value: bytes) -> bytes:
     return data[:at] + value + data[at + len(value) :]
 
 
+@functools.cache
 def hostile() -> dict[str, tuple[bytes, str]]:
     """Files to refuse, with words of the refusal."""
     image = quarters(200, 150)

@@ -1,6 +1,7 @@
 """Images are opened as they were meant, and refused before they can do harm."""
 
 import io
+import random
 import tracemalloc
 import warnings
 
@@ -134,6 +135,24 @@ def test_polyglots_are_read_as_the_image_they_begin_with() -> None:
     for form in ("JPEG", "PNG", "GIF", "WEBP"):
         data = encoded(quarters(), form) + b"PK\x03\x04<script>alert(1)</script>" + png(60_000, 60_000)
         assert near(open_image(data, LIMITS), [RED, GREEN, BLUE, BLACK])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:PIL")
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "GIF"])
+def test_changed_bytes_are_refused_or_opened_as_their_header_says(form: str) -> None:
+    dice, whole = random.Random(form), encoded(quarters(), form, exif=exif(6))
+    outcomes = set()
+    for _ in range(400):
+        data = bytearray(whole)
+        for _ in range(dice.choice((1, 2, 8))):
+            at = dice.randrange(len(data))
+            data[at : at + dice.choice((0, 1, 3))] = dice.randbytes(dice.choice((1, 1, 4)))
+        try:
+            assert open_image(bytes(data), LIMITS).size == image_size(bytes(data), LIMITS)
+            outcomes.add("opened")
+        except UsageError:
+            outcomes.add("refused")
+    assert "refused" in outcomes
 
 
 def test_no_more_bytes_than_the_limit() -> None:

@@ -12,7 +12,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from bough.kernels.runtime.device import Card
@@ -178,16 +177,12 @@ class Emulation:
     ) -> None:
         """`caches`: the cached functions of the module that hold kernels."""
 
-        def made(build: Callable[[], tuple[str, Mapping[str, int]]], _: torch.device) -> EmulatedModule:
-            emulated = EmulatedModule(*build(), bodies, self._folder)
+        def made(text: str, macros: Mapping[str, int], *_: Any, **__: Any) -> EmulatedModule:
+            emulated = EmulatedModule(text, macros, bodies, self._folder)
             emulated.library.run_backwards(int(backwards))
             return emulated
 
-        def source_of(text: str, *, defines: Mapping[str, int], **_: Any) -> tuple[str, Mapping[str, int]]:
-            return text, defines
-
-        self._patch.setattr(module, "Module", made)
-        self._patch.setattr(module, "compile_cubin", source_of)
+        self._patch.setattr(module, "cuda_module", made)
         self._patch.setattr(module, "card_of", lambda _: card)
         self._patch.setattr(module, "runs", lambda *_: True, raising=False)
         for cached in caches:

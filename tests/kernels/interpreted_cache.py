@@ -9,11 +9,13 @@ from bough.kernels.attention import PagedContext
 from bough.kernels.attention import cpu as attention
 from bough.kernels.attention import triton_kernels as attention_kernel
 from bough.kernels.kv_cache.format import FORMATS, HeadPool
-from tests.kernels.interpreted_layers import close, poisoned, tree_of
+from tests.kernels.interpreter import close, poisoned, sum_in_order, tree_of
 from tests.kernels.paths import roots
 from tests.kernels.pools import filled
 
 __all__ = ["poisoned"]
+
+sum_in_order()
 
 # Relative, of matmuls in float16.
 TOLERANCE = 8e-4

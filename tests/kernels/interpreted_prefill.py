@@ -7,19 +7,17 @@ from torch import Tensor
 from bough.kernels import causal_conv, delta_rule
 from bough.kernels.attention import PagedContext, prefill
 from bough.kernels.attention import cpu as attention
-from bough.kernels.causal_conv import ConvRows, ConvWeights, DeltaBuffers, DeltaHeads
+from bough.kernels.causal_conv import ConvRows, ConvWeights, DeltaBuffers
 from bough.kernels.causal_conv import chunk as conv_chunk
 from bough.kernels.causal_conv import reference as conv
 from bough.kernels.causal_conv import triton_kernels as conv_kernels
-from bough.kernels.delta_rule import chunk as delta_chunk
-from bough.kernels.delta_rule import cpu as delta
 from bough.kernels.delta_rule import fold_path
 from bough.kernels.delta_rule import triton_kernels as delta_kernels
-from bough.kernels.norm_rope.reference import l2_norm
 from tests.kernels.delta_layer import copied
-from tests.kernels.interpreted_layers import close, poisoned  # noqa: F401
+from tests.kernels.interpreter import close, poisoned, sum_in_order  # noqa: F401
 from tests.kernels.pools import filled
 
+sum_in_order()
 torch.set_num_threads(1)
 HALF = 4e-4  # error of rounding queries, keys and their dot products to float16
 KEY_HEADS, VALUE_HEADS, DIM, WIDTH, SAVED = 1, 3, 16, 4, 9
@@ -75,43 +73,6 @@ def test_fold_path(counts: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> 
     for name in ("window", "tree_inputs", "tree_gates"):
         for part in (buffers, folded):
             assert torch.equal(getattr(part, name), getattr(before, name)), name
-
-
-def rows_of(tokens: int, batch: int = 2, heads: tuple[int, int] = (1, 3), dim: int = 32) -> DeltaHeads:
-    q, k = l2_norm(torch.randn(2, batch, tokens, heads[0], dim), 1e-6).half()
-    v = torch.randn(batch, tokens, heads[1], dim)
-    # Decays from none at all to a state that is gone within a token.
-    g = -30 * torch.rand(batch, tokens, heads[1]) ** 8
-    return DeltaHeads(q * dim**-0.5, k, v, g, torch.rand(batch, tokens, heads[1]))
-
-
-@pytest.mark.parametrize(("tokens", "size"), [(1, 1.0), (64, 1e9), (65, 1e-12), (150, 1.0)])
-def test_slot_delta(tokens: int, size: float) -> None:
-    """Whatever the size of values and states: float16 alone would not hold these."""
-    heads = rows_of(tokens)
-    heads.v.mul_(size)
-    states = [size * torch.randn(3, 3, 32, 32)] * 2
-    states[1] = states[0].clone()
-    slots = torch.tensor([2, 0])
-    found = delta_chunk.slot_delta(heads._replace(v=heads.v.clone()), states[0], slots)
-    wanted = delta.slot_delta(heads, states[1], slots)
-    close(found, wanted, HALF)
-    close(states[0], states[1], HALF)
-    assert torch.equal(states[0][1], states[1][1])
-
-
-def test_what_comes_after_changes_nothing() -> None:
-    """A row is the same bits whatever follows, and a text cut in two gives the state of the whole."""
-    heads = rows_of(100, batch=1)
-    state, slots = torch.randn(1, 3, 32, 32), torch.tensor([0])
-    whole = state.clone()
-    out = delta_chunk.slot_delta(heads._replace(v=heads.v.clone()), whole, slots)
-    head = DeltaHeads(*(part[:, :77].contiguous() for part in heads))
-    rest = DeltaHeads(*(part[:, 77:].contiguous() for part in heads))
-    begun = delta_chunk.slot_delta(head, state, slots)
-    assert torch.equal(begun, out[:, :77])
-    close(delta_chunk.slot_delta(rest, state, slots), out[:, 77:], HALF)
-    close(state, whole, HALF)
 
 
 PAGE, PAGES = 16, 20

@@ -7,16 +7,14 @@ import pytest
 import torch
 
 from bough.gguf.types import QuantType
-from bough.kernels.experts import cuda, reference, triton_kernels
+from bough.kernels.experts import cuda, reference
 from bough.kernels.experts.stack import ExpertStack, most_chunks, padded
 from bough.kernels.quant_matmul.layout import DENSE, LAYOUTS, Layout, pack
-from bough.kernels.quant_matmul.triton_kernels import constants
 from bough.kernels.runtime.device import Card
 from bough.kernels.runtime.nvrtc import compile_cubin
-from tests.kernels.cards import CARDS, TARGETS, tool_output
+from tests.kernels.cards import CARDS, tool_output
 from tests.kernels.emulated_experts import EmulatedExperts
 from tests.kernels.emulator import needs_compiler
-from tests.kernels.test_compile_layers import shared_memory
 from tests.kernels.test_quant_matmul_layout import random_blocks
 
 HOT = [LAYOUTS[type] for type in (QuantType.Q4_K, QuantType.Q6_K, QuantType.Q8_0)]
@@ -103,43 +101,3 @@ def test_every_layout_has_a_ring_on_every_card(layout: Layout) -> None:
 def test_a_step_has_the_same_number_of_chunks_for_every_routing() -> None:
     assert most_chunks(8, 256, 8) == 9  # one row: at most eight experts, room for one more chunk
     assert most_chunks(64 * 8, 256, 16) == 256 + 32
-
-
-# Of the 35B-A3B.
-SIZES = {"EXPERTS": 256, "BLOCK": 256, "PAIRS": triton_kernels._PAIRS, "TOKENS": 16}
-KERNELS = {
-    "router": (
-        triton_kernels._router_kernel,
-        {"EXPERTS": 256, "WIDTH": 2048, "PADDED": 2048, "BLOCK": 2048, "OUTPUTS": triton_kernels._OUTPUTS},
-    ),
-    **{
-        f"route {rows}{', group' if group else ''}": (
-            triton_kernels._route_kernel,
-            {**SIZES, "USED": 8, "RANKS": 8, "ROWS": rows, "GROUP": group},
-        )
-        for rows, group in ((1, True), (4, True), (1, False), (16, False))
-    },
-    "group": (triton_kernels._group_kernel, SIZES),
-    "combine": (triton_kernels._combine_kernel, {"EXPERTS": 256, "USED": 8, "WIDTH": 2048, "BLOCK": 1024}),
-    "matmul": (
-        triton_kernels._matmul_kernel,
-        {"COLUMNS": triton_kernels.TOKENS, "ROWS": 64, **constants(HOT[0])},
-    ),
-}
-NUMBERS = ("rows", "pairs", "share", "depth", "all_tiles", "expert_tiles")
-WARPS = {"matmul": triton_kernels._WARPS, "combine": 4, "route 1": 1}
-LARGE = ("matmul",)  # take seconds: compiled for one card of each kind
-
-
-@pytest.mark.parametrize("card", TARGETS)
-def test_triton_kernels_fit_every_card(card: str) -> None:
-    target, limit = TARGETS[card]
-    for name, (kernel, sizes) in KERNELS.items():
-        if name in LARGE and card not in ("sm_86", "gfx942"):
-            continue
-        types = dict.fromkeys(NUMBERS, "i32")
-        types |= dict.fromkeys(("expert_ids", "order", "chunks", "count"), "*i32") | {"packed": "*fp16"}
-        if name == "matmul":
-            types["x"] = "*fp16"
-        used = shared_memory(kernel, target, sizes, scalars=types, num_warps=WARPS.get(name, 8))
-        assert used <= limit, name

@@ -1,31 +1,13 @@
 """Rows of a table that may lie in the host's memory."""
 
-import pytest
 import torch
-import triton
-from triton.compiler import ASTSource
 
 from bough.gguf.quants import dequantise
 from bough.gguf.types import QuantType
 from bough.kernels.embedding import embed
-from bough.kernels.gather_rows import gather_rows, triton_kernels
+from bough.kernels.gather_rows import gather_rows
 from bough.models.weights import Embedding
-from tests.kernels.cards import TARGETS
 from tests.kernels.test_quant_matmul_layout import random_blocks
-
-
-@pytest.mark.parametrize("words", ["i64", "i32", "u8"])
-@pytest.mark.parametrize("target", TARGETS)
-def test_it_compiles_for_every_card(target: str, words: str) -> None:
-    signature = {
-        "table": f"*{words}",
-        "rows": "*i64",
-        "out": f"*{words}",
-        "width": "i32",
-        "BLOCK": "constexpr",
-    }
-    source = ASTSource(triton_kernels.gather_kernel, signature=signature, constexprs={"BLOCK": 512})
-    assert triton.compile(source, target=TARGETS[target][0]).asm
 
 
 def test_an_embedding_beside_its_tokens_is_indexed() -> None:

@@ -1,51 +1,11 @@
-"""Matmuls of prompts in int8: the kernels interpreted and compiled, and their error."""
+"""Matmuls of prompts in int8: their error, and which rows they are used for."""
 
-import re
-from pathlib import Path
-
-import pytest
 import torch
 from torch import Tensor
 
 from bough.gguf.quantise import quantise
 from bough.gguf.types import QuantType
-from bough.kernels.quant_matmul import int8, int8_kernels, pack, packed_matmuls, unpack, with_int8
-from bough.kernels.quant_matmul.layout import DENSE, LAYOUTS, Layout
-from bough.kernels.quant_matmul.triton_kernels import constants
-from tests.kernels.cards import TARGETS, tool_output
-from tests.kernels.test_compile_layers import capability, compiled, tiled
-
-BYTES = {"x": "*i8", "weight": "*i8", "codes": "*i8"}
-SIZES = dict.fromkeys(("rows", "columns", "x_padded", "weight_padded", "first", "all_tiles", "padded"), "i32")
-CARDS = [card for card in TARGETS if card != "sm_75"]  # Turing has no such mma in Triton; it is refused
-
-
-@pytest.mark.parametrize("card", CARDS)
-def test_the_matmul_compiles(card: str, tmp_path: Path) -> None:
-    """For the tensor cores, within shared memory and without spills."""
-    target, limit = TARGETS[card]
-    made = tiled(
-        int8_kernels._matmul_kernel, card, {"K": 5120}, int8_kernels.tiles(capability(target)),
-        scalars=BYTES | SIZES,
-    )  # fmt: skip
-    assert made.metadata.shared <= limit
-    if target.backend == "cuda":
-        path = tmp_path / "kernel.cubin"
-        path.write_bytes(made.asm["cubin"])
-        assert re.search(
-            r"\bIGMMA\b" if card == "sm_90" else r"\bIMMA\b", tool_output("nvdisasm", "-c", str(path))
-        )
-        assert "STACK:0 " in tool_output("cuobjdump", "--dump-resource-usage", str(path))
-
-
-@pytest.mark.parametrize("layout", [LAYOUTS[QuantType.Q4_K], LAYOUTS[QuantType.Q6_K], DENSE], ids=str)
-@pytest.mark.parametrize("card", ["sm_86", "sm_90", "gfx942"])
-def test_quantisation_compiles(card: str, layout: Layout) -> None:
-    options = constants(layout) | {"ROWS": int8_kernels._REQUANTISED_ROWS}
-    assert compiled(int8_kernels._requantise_kernel, card, options, {}, scalars=BYTES | SIZES)
-    if layout is DENSE:
-        types = BYTES | SIZES | {"x": "*fp16"}
-        assert compiled(int8_kernels._quantise_kernel, card, {"GROUPS": 8}, {}, scalars=types)
+from bough.kernels.quant_matmul import int8, pack, packed_matmuls, unpack, with_int8
 
 
 def relative(found: Tensor, exact: Tensor) -> float:

@@ -25,6 +25,7 @@ class Script:
     """What the server does next, and the requests it received."""
 
     answer: str = DEFAULT_ANSWER
+    answers: list[str] = field(default_factory=list)  # of the next requests, before `answer`
     reasoning: str = ""
     step_s: float = 0.004
     key: str = ""
@@ -69,6 +70,7 @@ def chunks(script: Script, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
     budget = extension.get("budget", 22)
     dice = random.Random(7)
     answer = script.plain_answer if script.plain_answer is not None and budget == 0 else script.answer
+    answer = script.answers.pop(0) if script.answers else answer
     thought, tokens = words(script.reasoning), words(answer)
     everything = thought + tokens
     position = steps = 0

@@ -183,7 +183,18 @@ def test_other_schemes(url: str) -> None:
         fetch(ImageUrls(resolve), url)
 
 
-@pytest.mark.parametrize("url", ["http://a.example:99999/", "http://[::1/", "http:///a.png"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://a.example:99999/",
+        "http://[::1/",
+        "http:///a.png",
+        f"http://{'a' * 70}.example/",
+        "http://a..example/",
+        "http://\0/",
+        "http://\ud800/",
+    ],
+)
 def test_invalid_urls(url: str) -> None:
     with pytest.raises(UsageError, match=r"is not a valid URL|cannot be fetched|no address"):
         fetch(ImageUrls(), url)

@@ -185,6 +185,32 @@ def test_several_images_in_several_messages_keep_their_order(seeing: Live, post:
     assert seen(seeing) == [["a", first, second], "yes", [PNG, "b"]]
 
 
+def test_results_of_tools_in_a_chat(seeing: Live, post: httpx2.Client) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    messages = [
+        {"role": "user", "content": "look"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {
+            "role": "tool",
+            "tool_call_id": "c",
+            "content": [{"type": "text", "text": "a"}, openai_part(url(PNG))],
+        },
+    ]
+    assert post.post(CHAT, json={"messages": messages}).status_code == 200
+    assert seen(seeing)[-1] == ["a", PNG]
+
+
+def test_base64_of_any_length(seeing: Live, post: httpx2.Client) -> None:
+    """It is decoded in slices of a MiB, and checked as a whole."""
+    for size in (786_431, 786_432, 786_433, 2_000_000):
+        data = PNG + bytes(size - len(PNG))
+        assert post.post(CHAT, json={"messages": user(openai_part(url(data)))}).status_code == 200
+        assert seen(seeing) == [[data]]
+    for broken in (text64(data)[:-1], f"{text64(b'a')}{text64(data)}", f"{text64(data)}AAAA"):
+        answer = post.post(CHAT, json={"messages": user(openai_part(broken))})
+        assert answer.status_code == 400 and "not valid base64" in answer.json()["error"]["message"]
+
+
 def test_choices_of_one_prompt_share_its_images(seeing: Live, post: httpx2.Client) -> None:
     body = {"messages": user(openai_part(url(PNG))), "n": 3, "temperature": 1}
     assert len(post.post(CHAT, json=body).json()["choices"]) == 3

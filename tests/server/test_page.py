@@ -185,8 +185,9 @@ def test_the_key_is_prompted_for_and_stored(page_server: PageServer, open_page: 
         page.keyboard.press("Enter")
     answered(page)
     page.reload()
+    page_server.script.answers = ["Another."]
     page.get_by_role("button", name="Regenerate").click()
-    answered(page)
+    answered(page, "Another.")
     assert len(page_server.script.bodies) == 2
 
 
@@ -311,8 +312,9 @@ def test_editing_and_regenerating(page_server: PageServer, open_page: Open) -> N
     page.keyboard.press("Enter")
     expect(page.locator(".bubble")).to_have_text("Second")
     answered(page)
+    page_server.script.answers = ["Another."]
     page.get_by_role("button", name="Regenerate").click()
-    answered(page)
+    answered(page, "Another.")
     asked = [[message["content"] for message in body["messages"]] for body in page_server.script.bodies]
     assert asked == [["First"], ["Second"], ["Second"]]
     assert len({body["seed"] for body in page_server.script.bodies}) == 3

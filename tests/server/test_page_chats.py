@@ -151,8 +151,32 @@ def test_every_button_of_a_chat_is_on_the_screen(open_page: Open, width: int, ti
     expect(page.get_by_role("button", name="Really delete chat")).to_be_in_viewport(ratio=1)
 
 
-def test_another_answer_has_another_seed(page_server: PageServer, open_page: Open) -> None:
+def test_another_answer_has_another_seed_and_text(page_server: PageServer, open_page: Open) -> None:
+    page_server.script.answers = ["One.", "One.", "Two.", "One.", "Two.", "Three.", "Four."]
     page = open_page()
+    ask(page, "Hello")
+    status, prose = page.locator("#status"), page.locator(".message.assistant .prose")
+    expect(status).to_have_text("Done.")
+    for text, words in (
+        ("Two.", "Done, at temperature 1: by the recommended sampling the same text came again."),
+        ("Three.", "Done, at temperature 1.3: by the recommended sampling the same text came again."),
+        ("Four.", "Done."),
+    ):
+        page.click("[data-action=regenerate]")
+        expect(status).to_have_text(words)
+        expect(prose).to_have_text(text)
+    bodies = page_server.script.bodies
+    assert [body.get("temperature") for body in bodies] == [None, None, 1, None, 1, 1.3, None]
+    assert len({body["seed"] for body in bodies}) == len(bodies)
+    assert all(body["messages"] == [{"role": "user", "content": "Hello"}] for body in bodies)
+
+
+def test_a_temperature_or_a_seed_of_the_user_stays(page_server: PageServer, open_page: Open) -> None:
+    page = open_page()
+    page.click("#open-settings")
+    page.fill("[name=seed]", "7")
+    page.fill("[name=temperature]", "0.5")
+    page.keyboard.press("Escape")
     ask(page, "Hello")
     for _ in range(2):
         with page.expect_response("**/v1/chat/completions"):
@@ -160,18 +184,9 @@ def test_another_answer_has_another_seed(page_server: PageServer, open_page: Ope
         expect(page.locator("#status")).to_have_text(
             "The same text, although by another seed: a higher temperature gives others."
         )
-    page.click("#open-settings")
-    page.fill("[name=seed]", "7")
-    page.keyboard.press("Escape")
-    for _ in range(2):
-        with page.expect_response("**/v1/chat/completions"):
-            page.click("[data-action=regenerate]")
-        expect(page.locator("#status")).to_have_text(
-            "The same text, although by another seed: a higher temperature gives others."
-        )
         expect(page.locator(".message.assistant .stats")).to_be_visible()
-    seeds = [body["seed"] for body in page_server.script.bodies]
-    assert len(set(seeds)) == len(seeds) == 5
+    bodies = page_server.script.bodies
+    assert [(body["seed"], body["temperature"]) for body in bodies] == [(7, 0.5), (8, 0.5), (9, 0.5)]
 
 
 def test_a_model_without_a_draft_says_so_and_leaves_its_room_to_the_chat(

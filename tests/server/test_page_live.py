@@ -1,6 +1,8 @@
 """The page in headless Chromium on a real server: with the pair inside the package, and with a key."""
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser, Page, expect
@@ -8,6 +10,8 @@ from playwright.sync_api import Browser, Page, expect
 from bough.config import DraftConfig, EngineConfig, ServerConfig, SpecConfig
 from bough.hub.catalog import named
 from bough.session.loading import load_session
+from tests.images.files import encoded, quarters
+from tests.images.seeing import make_seeing
 from tests.server.live import Live, live, scripted
 
 pytest_plugins = ["tests.server.page_browser"]
@@ -112,3 +116,25 @@ def test_a_long_message_is_read_while_the_question_is_typed(chromium: Browser, t
     page.fill("#prompt", "")
     page.evaluate(drop, ["image.png", "\0\1"])
     expect(page.locator("#status")).to_have_text("image.png is not a text file.")
+
+
+def test_a_picture_is_seen(chromium: Browser, tmp_path: Path) -> None:
+    model = make_seeing(tmp_path / "seeing")
+    config = EngineConfig(device="cpu", max_ctx=1024)
+    with live(lambda progress: load_session(model, config, progress=progress)) as server:
+        page = opened(chromium, server)
+        choose(page, seed="4", max_tokens="12", temperature="0")
+        expect(page.locator("#health-dot")).to_have_attribute("data-state", "ready")
+        files = [{"name": "a.png", "mimeType": "image/png", "buffer": encoded(quarters(300, 200), "PNG")}]
+        with page.expect_response("**/v1/prefill") as read:
+            page.locator("#file").set_input_files(files)
+        assert read.value.json()["ready_tokens"] >= 70
+        with page.expect_response("**/v1/chat/completions") as answered:
+            ask(page, "What is it?")
+        expect(page.locator("#status")).to_have_text("Done.")
+        body = answered.value.text()
+        assert int(re.search(r'"cached_tokens":(\d+)', body)[1]) >= 70
+        page.reload()
+        expect(page.locator(".message.user img")).to_have_count(1)
+        assert page.evaluate("document.querySelector('.message.user img').naturalWidth") == 300
+        page.context.close()

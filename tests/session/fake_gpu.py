@@ -34,7 +34,8 @@ def fake_gpu(card: Card = H200) -> Iterator[None]:
 
         backends.reset()
         modules = [import_module(f"bough.kernels.{name}.cuda") for name in _KERNELS]
-        for module in [import_module("bough.kernels.runtime.device"), *modules]:
+        runtime = [import_module(f"bough.kernels.runtime.{name}") for name in ("device", "driver")]
+        for module in [*runtime, *modules]:
             for name, value in (("card_of", card), ("usable", True), ("kind_of", card.arch)):
                 if hasattr(module, name):
                     replace(module, name, lambda device, value=value: value)

@@ -237,3 +237,32 @@ def test_on_a_cpu_few_plain_steps_decide_about_the_draft(monkeypatch: pytest.Mon
     for _ in range(4):
         assert policy.plan().rows == 1
         assert policy.plan(copied=7, probability=0.99).rows == 8
+
+
+def test_work_that_waits_for_cores_costs_what_it_takes() -> None:
+    """On a busy CPU a draft call of many short parts waits at each, a plain step seldom."""
+    costs = StepCosts({1: 1.0, 8: 1.5}, {0: 0.8})
+    policy = RowPolicy(costs, max_rows=8, drafts=1)
+    policy.observe([1.0] + [0.7] * 7, [0, 1, 2], verified=8, waited=16)
+
+    def drafts(steps: int, wait: float) -> int:
+        """Return how many draft calls there are while they take `wait` times what they cost."""
+        count = 0
+        for _ in range(steps):
+            plan = policy.plan()
+            if plan.draft:
+                count += 1
+                costs.observe_draft(0.8, 0, wait * 0.8)
+                policy.observe([1.0] + [0.7] * 7, [0, 1, 2], verified=8, waited=plan.waited)
+            cost = 1.0 if plan.rows == 1 else 1.5
+            costs.observe_step(plan.rows, cost, cost * (wait if plan.rows > 1 else 1.1))
+        return count
+
+    assert drafts(64, 1.0) > 50
+    drafts(24, 6.0)
+    assert drafts(128, 6.0) < 20
+    # A plain step that was preempted says nothing about the draft.
+    assert StepCosts({1: 1.0}, {0: 1.0}).of(1) == 1.0
+    drafts(64, 1.0)
+    drafts(256, 1.0)
+    assert drafts(64, 1.0) > 30

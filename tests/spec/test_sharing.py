@@ -152,8 +152,10 @@ def test_rows_shared_on_the_device_are_those_shared_on_the_host(gains: list[list
     padded = torch.tensor([own + [0.0] * (63 - len(own)) for own in gains])
     trees = torch.arange(texts * 5 * MAX_ROWS).view(texts, 5, MAX_ROWS)
     present = torch.ones(texts, dtype=torch.int64)
-    rows, first = share_rows(trees, padded, present, torch.tensor([size - texts]))
+    rows, first, best = share_rows(trees, padded, present, torch.tensor([size - texts]))
     assert first.diff().tolist() == expected
+    falling = sorted((gain for own in gains for gain in itertools.accumulate(own, min)), reverse=True)[:64]
+    assert best.tolist() == pytest.approx([*falling, *[0.0] * (len(best) - len(falling))])
     for text, (begin, end) in enumerate(itertools.pairwise(first.tolist())):
         assert torch.equal(rows[:, begin:end], trees[text, :, : end - begin])
 
@@ -181,4 +183,18 @@ def test_trees_on_the_device_and_on_the_host_share_a_step() -> None:
             tree = drafted if part.tree is None else part.tree
             assert torch.equal(shared.rows[:, begin:end], tree.packed[:, : end - begin])
         assert shared.given[: bounds[-1]].tolist() == [-1] * (bounds[-1] - 3) + [21, 22, -1]
+    texts, gains = call.gains()
+    assert texts == 3 and gains[:4] == pytest.approx([0.72, 0.7, 0.49, 0.4]) and gains.sum() < 2.9
     assert call(parts[:1], 16).first.tolist() == [0, 5, 5, 5, 5]
+
+
+def test_a_size_is_planned_by_what_the_best_rows_gained() -> None:
+    """Some texts are likelier than the average of all says, and the rows are theirs."""
+    made = sharing()
+    offers, asked = [offer(POOR, slot) for slot in range(8)], [True] * 8
+    assert made.planned_size(offers, asked, []) <= 16
+    for _ in range(30):
+        made.observe_gains(8, np.sort(np.concatenate([falling(0.95, 0.95)] * 3))[::-1][:64])
+    assert made.planned_size(offers, asked, []) >= 48
+    assert made.planned_size(offers[:7], asked[:7], []) <= 16
+    assert made.planned_size(offers, asked, [16, 16]) >= 48

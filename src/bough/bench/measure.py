@@ -4,7 +4,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Union
 
 from bough.bench.suites import SuitePrompt
 from bough.engine.sampler import SamplingParams
@@ -12,6 +12,9 @@ from bough.engine.stats import StepRecord
 from bough.session.collected import GeneratedOutput
 from bough.session.requests import TextRequest
 from bough.session.session import Session
+
+if TYPE_CHECKING:
+    from bough.bench.remote import RemoteEndpoint
 
 SPEED, SCORED = 256, 640  # most tokens of an answer; a score of answers that were cut is too low
 RUN, TIMES = 12, 3  # an output loops once an n-gram of RUN tokens occurs TIMES times
@@ -55,23 +58,9 @@ class Measurement:
     memory: int | None = None  # peak bytes, of the GPU or else of the process
 
 
-class Endpoint(Protocol):
-    """Something that can be benchmarked. `budget` 0 is plain decoding; None: the endpoint's default."""
-
-    def clear_cache(self) -> None:
-        """Clear the prefix cache, if possible."""
-
-    def generate(
-        self,
-        prompt: SuitePrompt,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        budget: int | None,
-        temperature: float,
-    ) -> Measurement: ...
-
-
 class LocalEndpoint:
+    """A session as what is measured. `budget` 0 is plain decoding; None: the session's default."""
+
     def __init__(self, session: Session, settings: BenchSettings, cancelled: Callable[[], bool]):
         self._session, self._settings, self._cancelled = session, settings, cancelled
 
@@ -122,6 +111,9 @@ class LocalEndpoint:
             steps_by_rows=_by_rows(stats.step_log),
             memory=memory.peak(),
         )
+
+
+Endpoint = Union[LocalEndpoint, "RemoteEndpoint"]
 
 
 def loop_start(tokens: Sequence[int]) -> int | None:

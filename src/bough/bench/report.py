@@ -203,11 +203,9 @@ def percent(figure: Figure | None) -> str:
     return "–" if figure is None else f"{100 * figure['mean']:.0f}%"
 
 
-def markdown(
-    head: Result, lines: Sequence[Result], pictures: Mapping[str, str] | None = None, *, notes: str = ""
-) -> str:
-    """Return a run as markdown: settings, notes, tables, command, bandwidth bound, plots (title to file)."""
-    sections = [f"## {title(head)}\n", _machine(head) + "\n", *([notes] if notes else [])]
+def markdown(head: Result, lines: Sequence[Result], pictures: Mapping[str, str] | None = None) -> str:
+    """Return a run as markdown: settings, tables, command, bandwidth bound, plots (title to file)."""
+    sections = [f"## {title(head)}\n", _machine(head) + "\n"]
     for columns, cells in tables(lines).items():
         table = [columns, ["---"] * len(columns), *cells]
         sections.append("\n".join("| " + " | ".join(each) + " |" for each in table) + "\n")

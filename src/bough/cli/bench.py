@@ -105,7 +105,6 @@ class BenchOutputOptions:
 
     @property
     def path(self) -> Path:
-        """Return the file of the results."""
         if self.lines is not None:
             return self.lines
         folder = cache_folder()

@@ -31,6 +31,7 @@ LIMITS = re.compile(r"(-?[0-9.]*[0-9])?\.\.(-?[0-9.]*[0-9])?")
 COMPRESS = ("compress", "compress_above", "compress_to", "compress_scorer")
 # Options that every engine has.
 REASONING = ("effort", "break_loops")
+IMAGES = ("mmproj", "no_images", "image_tokens")
 HARDWARE = ("vram_limit", "experts_host", "prefill", "device", "threads", "cpu_backend", "offline")
 
 

@@ -31,6 +31,7 @@ def line(
             f"TTFT {stats.ttft_s:.2f} s" if stats.ttft_s else "",
             f"prompt {stats.prompt_tokens:,}"
             + (f" ({stats.cached_tokens:,} cached)" if stats.cached_tokens else ""),
+            _images(stats) if stats.images else "",
             f"accept {stats.acceptance_length:.2f}/step{stats.proposers}" if proposing else "",
             f"seed {stats.seed}" if sampled else "",
             *stats.approximate,
@@ -39,6 +40,11 @@ def line(
     parts.append("interrupted" if interrupted else "")
     parts = list(filter(None, parts))
     return " · ".join(parts) if width is None else _wrapped(parts, width)
+
+
+def _images(stats: "RequestStats") -> str:
+    count = f"{stats.images} image{'s' * (stats.images != 1)} of {stats.image_tokens:,} tok"
+    return count + (f" encoded in {1000 * stats.image_s:.0f} ms" if stats.encoded_images else "")
 
 
 def _speed(tok_s: float) -> str:

@@ -18,6 +18,7 @@ from bough.cli.loading import choose, engine_config, load, with_scorer
 from bough.cli.options import (
     COMPRESS,
     HARDWARE,
+    IMAGES,
     REASONING,
     AsJson,
     EngineOptions,
@@ -96,7 +97,6 @@ class PromptOptions:
 
     @property
     def text(self) -> str | None:
-        """Return the prompt of the command line."""
         return " ".join(self.words) if self.words else self.prompt
 
     def apart_from(self, model: str | None) -> "tuple[str | None, PromptOptions]":
@@ -141,7 +141,7 @@ class OutputOptions:
 # Within one prompt nothing repeats, so the prefix cache needs no memory unless there is a folder.
 RunEngineOptions = Annotated[
     EngineOptions,
-    Only(("max_ctx", "prefix_cache_dir", "prefix_cache_dir_size", *REASONING, *HARDWARE, *COMPRESS)),
+    Only(("max_ctx", "prefix_cache_dir", "prefix_cache_dir_size", *REASONING, *IMAGES, *HARDWARE, *COMPRESS)),
 ]
 
 

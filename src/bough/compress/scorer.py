@@ -1,11 +1,14 @@
 """What a scorer of units is, and the mixture of two."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from bough.errors import BoughError
+
+if TYPE_CHECKING:
+    from bough.compress.words import WordScorer
 
 WORDS_WEIGHT = 0.25  # of the words score beside attention; docs/compression.md has the measurement
 LEAST_START = 0.25  # of its score a unit without a word of the question starts hops
@@ -53,25 +56,13 @@ class Matches:
     shares: list[float]  # of a query's words, by their rarity; 1 with a name or number of it
 
 
-class Words(Protocol):
-    """What the mixture needs of words: matches, and hops between units that share a name."""
-
-    @property
-    def name(self) -> str: ...
-    def indexing(self, units: Sequence[str]) -> Iterator[None]: ...
-    def matches(self, units: Sequence[str], queries: Sequence[Query]) -> Matches: ...
-    def spread(
-        self, units: Sequence[str], scores: Sequence[float], starts: Sequence[float]
-    ) -> list[float]: ...
-
-
 class MixedScorer:
     """The scores of a model and, with less weight, of words; hops start from the best of both.
 
     Words and hops count by the share of the question that a unit has: one common word of it proves nothing.
     """
 
-    def __init__(self, model: Scorer, words: Words):
+    def __init__(self, model: Scorer, words: "WordScorer"):
         self._model, self._words = model, words
 
     @property

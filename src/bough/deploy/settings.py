@@ -34,7 +34,6 @@ class Settings:
 
     @property
     def slots(self) -> int:
-        """Return the most requests that a replica runs at once."""
         return self.engine.parallel or (GPU_SLOTS if self.gpu else 1)
 
 

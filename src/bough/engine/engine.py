@@ -12,8 +12,7 @@ import torch
 from bough.engine.delivery import done
 from bough.engine.events import Done, Event, Failed, Progress, Tokens, VerifiedTree
 from bough.engine.images import PictureEncoder
-from bough.engine.paging import Paging
-from bough.engine.parts import Parts
+from bough.engine.paging import Paging, Parts
 from bough.engine.pipeline import Pipeline, tagged
 from bough.engine.prompts import SHORT, PromptReader
 from bough.engine.runner import EagerRunner, GraphRunner

@@ -1,10 +1,32 @@
 """Paging: which sequences have KV pages; when pages run out, the youngest is parked in host memory."""
 
-from bough.engine.parts import Parts
+from dataclasses import dataclass
+
+from bough.engine.images import PictureEncoder
+from bough.engine.runner import StepRunner
+from bough.engine.scheduler import Scheduler
 from bough.engine.sequence import Parked, Sequence
-from bough.state.sequences import PAGE
+from bough.models.decoder import Target
+from bough.prefix_cache.cache import PrefixCache
+from bough.spec.drafter import Drafter
+from bough.state.sequences import PAGE, SequenceStates
 
 _PARKED_PAGES = 4  # free for each that runs before a parked sequence comes back, so that it stays
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the parts of an engine share."""
+
+    target: Target
+    drafter: Drafter
+    states: SequenceStates
+    runner: StepRunner
+    prefixes: PrefixCache
+    scheduler: Scheduler
+    max_rows: int  # of a tree
+    encoder: PictureEncoder | None  # None: the model is loaded without its vision tower
+    working: list[Sequence]  # that the current step works for: if it raises, they have failed, and no others
 
 
 class Paging:

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from bough.engine.delivery import token_events
 from bough.engine.events import Event, VerifiedTree
-from bough.engine.paging import Paging
-from bough.engine.parts import Parts
+from bough.engine.paging import Paging, Parts
 from bough.engine.prompts import PromptPiece, PromptReader
 from bough.engine.runner import Accepted, Forward, Masks, StepTimes, Verify
 from bough.engine.sequence import LaunchAhead, OwnConstraint, Phase, Sequence
@@ -96,7 +95,10 @@ class Pipeline:
                 logits = batch.forward.logits_of(index)
                 events += tagged(piece.sequence, self._prompts.piece_read(piece, logits))
         if ahead == "forward":
-            self._launch(batch, early)
+            try:
+                self._launch(batch, early)
+            except Exception:  # of any kind: it fails again in the next step, after these events
+                self._launched = None
         # While the device works on.
         for (index, sequence, outcome), tokens in zip(settled, delivered, strict=True):
             logits = partial(batch.forward.logits_of, index)

@@ -10,8 +10,7 @@ from bough.engine.chunk import ChunkForward, Pace
 from bough.engine.delivery import done, token_events
 from bough.engine.events import Event, Failed
 from bough.engine.images import offset_at
-from bough.engine.paging import Paging
-from bough.engine.parts import Parts
+from bough.engine.paging import Paging, Parts
 from bough.engine.runner import Forward, Verify
 from bough.engine.scheduler import PrefillChunk
 from bough.engine.sequence import Phase, Sequence

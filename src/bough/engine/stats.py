@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from bough.compress.compressor import Report
-from bough.spec.shares import Shares
+from bough.spec.drafter import Shares
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
-from bough.engine.paging import Paging
-from bough.engine.parts import Parts
+from bough.engine.paging import Paging, Parts
 from bough.engine.prompts import PromptReader
 from bough.engine.runner import StepTimes
 from bough.kernels.tree import MAX_ROWS

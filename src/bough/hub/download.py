@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, Protocol, TypedDict, Unpack
 
 from bough.errors import BoughError, DownloadFailed, ModelNotFound, ResourceError
 from bough.hub.failures import explained
@@ -38,26 +38,20 @@ Pick = Callable[[list[tuple[str, int]]], tuple[str, ...]]
 
 
 class FetchProgress(Protocol):
-    """Receives the progress of a download, in bytes."""
-
-    def downloading(self, name: str, done: int, total: int) -> None: ...
-
-    def checking(self, name: str, done: int, total: int) -> None: ...
-
-    def notice(self, text: str) -> None: ...
-
-
-class Silent:
-    """Discards progress."""
+    """Receives the progress of a download, in bytes; what a subclass leaves as it is, it discards."""
 
     def downloading(self, name: str, done: int, total: int) -> None:
-        pass
+        return
 
     def checking(self, name: str, done: int, total: int) -> None:
-        pass
+        return
 
     def notice(self, text: str) -> None:
-        pass
+        return
+
+
+class Silent(FetchProgress):
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,31 +76,34 @@ class _File:
         return self.partial.stat().st_size if self.partial.exists() else 0
 
 
-def fetch(
-    name: RepoName,
-    *,
-    offline: bool = False,
-    progress: FetchProgress | None = None,
-    endpoint: str | None = None,
-    cache: Path | None = None,
-) -> Path:
+class FetchOptions(TypedDict, total=False):
+    """`endpoint` and `cache` default to the hub's settings."""
+
+    offline: bool
+    progress: FetchProgress | None
+    endpoint: str | None
+    cache: Path | None
+
+
+def fetch(name: RepoName, **options: Unpack[FetchOptions]) -> Path:
     """Download a model and return the path of its (first) GGUF file in the cache.
 
     Drafts that lie beside it are offered in a notice.
     """
+    progress = options.get("progress") or Silent()
     listed: list[tuple[str, int]] = []
 
     def pick(files: list[tuple[str, int]]) -> tuple[str, ...]:
         listed[:] = files
         names = gguf_files(name)(files)
         if (text := extra_needed(names[0])) and importlib.util.find_spec("gguf") is None:
-            (progress or Silent()).notice(text)
+            progress.notice(text)
         return names
 
-    path = fetch_files(name, pick, offline=offline, progress=progress, endpoint=endpoint, cache=cache)[0]
+    path = fetch_files(name, pick, **options)[0]
     for draft in draft_sidecars(listed):
         file = RepoName(name.repo, file=draft.files[0])
-        (progress or Silent()).notice(f"The repository has a draft too ({readable(draft.size)}): {file}")
+        progress.notice(f"The repository has a draft too ({readable(draft.size)}): {file}")
     return path
 
 
@@ -142,22 +139,15 @@ def gguf_files(name: RepoName) -> Pick:
 def fetch_files(
     name: RepoName,
     pick: Pick,
-    *,
-    offline: bool = False,
-    progress: FetchProgress | None = None,
-    endpoint: str | None = None,
-    cache: Path | None = None,
     check: Callable[[Path], None] = lambda path: None,
+    **options: Unpack[FetchOptions],
 ) -> list[Path]:
-    """Download the files that `pick` selects; `check` may refuse each before the next. Return their paths.
-
-    `endpoint` and `cache` default to the hub's settings.
-    """
+    """Download the files that `pick` selects; `check` may refuse each before the next. Return their paths."""
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
 
-    progress = progress or Silent()
-    cache = cache or cache_folder()
-    if offline or constants.HF_HUB_OFFLINE:
+    progress, endpoint = options.get("progress") or Silent(), options.get("endpoint")
+    cache = options.get("cache") or cache_folder()
+    if options.get("offline") or constants.HF_HUB_OFFLINE:
         return cached(name, pick, cache=cache)
     site = endpoint or constants.ENDPOINT
     try:

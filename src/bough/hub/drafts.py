@@ -2,10 +2,10 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from bough.errors import ModelNotFound, UnsupportedModel
-from bough.hub.download import FetchProgress, Pick, cached, fetch_files, fetch_heads
+from bough.hub.download import FetchOptions, Pick, cached, fetch_files, fetch_heads
 from bough.hub.names import (
     DRAFT_ARCHITECTURES,
     RepoName,
@@ -21,26 +21,9 @@ CONFIG = "config.json"
 _MASK_FILE = "mask_embedding.pt"
 
 
-def fetch_draft(
-    name: RepoName,
-    *,
-    offline: bool = False,
-    progress: FetchProgress | None = None,
-    endpoint: str | None = None,
-    cache: Path | None = None,
-) -> Path:
+def fetch_draft(name: RepoName, **options: Unpack[FetchOptions]) -> Path:
     """Download a draft and return the path of its weights: safetensors next to a config, or a GGUF file."""
-    return _weights(
-        fetch_files(
-            name,
-            draft_files(name),
-            offline=offline,
-            progress=progress,
-            endpoint=endpoint,
-            cache=cache,
-            check=_check_config,
-        )
-    )
+    return _weights(fetch_files(name, draft_files(name), _check_config, **options))
 
 
 def draft_head(name: RepoName, folder: Path, *, length: int) -> Path:

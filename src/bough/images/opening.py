@@ -125,7 +125,9 @@ def _refusing(name: str | None, where: str) -> Generator[None]:
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise UsageError(f"{where} is a {name} file of too many pixels: {error}", param=where) from error
     except Exception as error:
-        reason = str(error) or type(error).__name__
+        # A SyntaxError with a cause is what struct and others say of a header that ends too early.
+        told = isinstance(error, OSError | SyntaxError | ValueError) and error.__cause__ is None
+        reason = str(error) if told and "this driver" not in str(error) else "its header cannot be read"
         raise UsageError(f"{where} is a damaged {name} file: {reason}", param=where) from error
 
 

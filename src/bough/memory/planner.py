@@ -97,7 +97,6 @@ class MemoryPlan:
 
     @property
     def sequences(self) -> int:
-        """Return how many run at once, at most."""
         return self.estimate.sequences
 
     @property

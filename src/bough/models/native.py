@@ -36,6 +36,7 @@ from bough.models.decoder import (
     check_tensors,
     rope_frequencies,
 )
+from bough.models.draft_spec import DraftSpec
 from bough.models.pooling import CLASSIFIER
 from bough.models.spec import ModelSpec
 from bough.models.step import AttentionBuffers, Buffers, Step
@@ -103,11 +104,12 @@ def _is_matrix(name: str, info: TensorInfo) -> bool:
 
 
 class NativeLoader(WeightLoader):
-    """Loads matrices in the layout of the native matmul."""
+    """Loads tensors for the native library's structures, and holds what they point to."""
 
     def __init__(self, file: TensorSource, library: Library, *, progress: Progress | None = None):
         super().__init__(file, device=_CPU, expand=False, progress=progress)
         self.library = library
+        self.held: list[Tensor | PackedMatrix] = []
 
     def packed_matrix(self, name: str, rows: int, columns: int) -> PackedMatrix:
         """Return a matrix, with the .bias of its .weight if the file has one."""
@@ -118,7 +120,36 @@ class NativeLoader(WeightLoader):
         packed = self.library.pack(self._file.raw(name), type, (rows, columns), values)
         self._file.release(name)
         self._count(name)
+        self.held.append(packed)
         return packed
+
+    def address(self, tensor: Tensor) -> int:
+        """Hold a tensor; return its address."""
+        tensor = tensor.contiguous()
+        self.held.append(tensor)
+        return tensor.data_ptr()
+
+    def layer(
+        self, spec: ModelSpec | DraftSpec, block: str, inputs: Mapping[str, int], out: str, columns: int
+    ) -> Layer:
+        """Return a layer without its mixer's vectors; inputs: the rows of each matrix that reads x."""
+        width, ffn = spec.width, spec.feed_forward
+
+        def matrix(name: str, rows: int, columns: int) -> NativeMatrix:
+            return self.packed_matrix(f"{block}.{name}.weight", rows, columns).struct
+
+        ffn_norm = spec.family.feed_forward_norm if isinstance(spec, ModelSpec) else "ffn_norm"
+        layer = Layer(inputs=len(inputs), norm=self.norm(block, "attn_norm", width))
+        layer.ffn_norm = self.norm(block, ffn_norm, width)
+        for place, (name, rows) in enumerate(inputs.items()):
+            layer.in_[place] = matrix(name, rows, width)
+        layer.out, layer.down = matrix(out, width, columns), matrix("ffn_down", width, ffn)
+        layer.gate, layer.up = matrix("ffn_gate", ffn, width), matrix("ffn_up", ffn, width)
+        return layer
+
+    def norm(self, block: str, name: str, size: int) -> int:
+        """Return the address of a norm's weights."""
+        return self.address(self.vector(f"{block}.{name}.weight", size))
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +173,7 @@ class NativeDecoder:
         self.spec, self.device, self.dtype = spec, _CPU, torch.float32
         self.layouts: set[Layout] = set()
         self.library, self._mode = loader.library, mode
-        self._held: list[Tensor | PackedMatrix] = []  # what the structures point to
+        self._held = loader.held
         head = "token_embd.weight" if spec.tied_head else "output.weight"
         self._head = loader.packed_matrix(head, spec.vocab_size, spec.width)
         self._embedding = self._head
@@ -191,8 +222,7 @@ class NativeDecoder:
     @property
     def packed_bytes(self) -> int:
         """Return the bytes of all weights."""
-        held = [self._head, *([] if self._embedding is self._head else [self._embedding]), *self._held]
-        return sum(part.nbytes for part in held) - self._frequencies.nbytes
+        return sum(part.nbytes for part in self._held) - self._frequencies.nbytes
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return the embeddings [..., width] of tokens [...]."""
@@ -341,61 +371,31 @@ class NativeDecoder:
             self._calls[slot] = (LayerState * len(states))(*states), call
         return self._calls[slot]
 
-    def _keep(self, tensor: Tensor) -> int:
-        """Return a tensor's address, and hold the tensor."""
-        tensor = tensor.contiguous()
-        self._held.append(tensor)
-        return tensor.data_ptr()
-
     def _layer(self, loader: NativeLoader, index: int) -> Layer:
         spec, block = self.spec, f"blk.{index}"
-        attention = spec.layers[index] == "attention"
-        layer = Layer(attention=attention)
-        layer.norm = self._keep(loader.vector(f"{block}.attn_norm.weight", spec.width))
-        layer.ffn_norm = self._keep(
-            loader.vector(f"{block}.{spec.family.feed_forward_norm}.weight", spec.width)
-        )
-
-        def matrix(name: str, rows: int, columns: int) -> NativeMatrix:
-            packed = loader.packed_matrix(f"{block}.{name}.weight", rows, columns)
-            self._held.append(packed)
-            return packed.struct
-
-        inputs = self._attention(loader, block, layer) if attention else self._delta(loader, block, layer)
-        layer.inputs = len(inputs)
-        for place, (name, rows) in enumerate(inputs.items()):
-            layer.in_[place] = matrix(name, rows, spec.width)
-        out, columns = ("attn_output", spec.heads * spec.head_dim)
-        if not attention:
-            assert spec.delta is not None
-            out, columns = "ssm_out", spec.delta.inner
-        layer.out = matrix(out, spec.width, columns)
-        layer.gate = matrix("ffn_gate", spec.feed_forward, spec.width)
-        layer.up = matrix("ffn_up", spec.feed_forward, spec.width)
-        layer.down = matrix("ffn_down", spec.width, spec.feed_forward)
+        if spec.layers[index] != "attention":
+            return self._delta(loader, block)
+        query, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+        inputs = {"attn_q": query * (2 if spec.family.gated_query else 1), "attn_k": kv, "attn_v": kv}
+        layer = loader.layer(spec, block, inputs, "attn_output", query)
+        layer.attention = True
+        if spec.family.query_key_norm:
+            layer.q_norm = loader.norm(block, "attn_q_norm", spec.head_dim)
+            layer.k_norm = loader.norm(block, "attn_k_norm", spec.head_dim)
         return layer
 
-    def _attention(self, loader: NativeLoader, block: str, layer: Layer) -> dict[str, int]:
-        """Fill in an attention layer's vectors; return its input matrices and their rows."""
-        spec = self.spec
-        if spec.family.query_key_norm:
-            layer.q_norm = self._keep(loader.vector(f"{block}.attn_q_norm.weight", spec.head_dim))
-            layer.k_norm = self._keep(loader.vector(f"{block}.attn_k_norm.weight", spec.head_dim))
-        query = spec.heads * spec.head_dim * (2 if spec.family.gated_query else 1)
-        kv = spec.kv_heads * spec.head_dim
-        return {"attn_q": query, "attn_k": kv, "attn_v": kv}
-
-    def _delta(self, loader: NativeLoader, block: str, layer: Layer) -> dict[str, int]:
-        """Fill in a delta layer's vectors; return its input matrices and their rows."""
+    def _delta(self, loader: NativeLoader, block: str) -> Layer:
         delta = self.spec.delta
         assert delta is not None
         heads = delta.value_heads
+        inputs = {"attn_qkv": delta.channels, "attn_gate": delta.inner, "ssm_beta": heads, "ssm_alpha": heads}
+        layer = loader.layer(self.spec, block, inputs, "ssm_out", delta.inner)
         conv = loader.vector(f"{block}.ssm_conv1d.weight", delta.channels, delta.conv_width)
-        layer.conv = self._keep(conv.T)
-        layer.decay = self._keep(loader.vector(f"{block}.ssm_a", heads))
-        layer.time_bias = self._keep(loader.vector(f"{block}.ssm_dt.bias", heads))
-        layer.state_norm = self._keep(loader.vector(f"{block}.ssm_norm.weight", delta.head_dim))
-        return {"attn_qkv": delta.channels, "attn_gate": delta.inner, "ssm_beta": heads, "ssm_alpha": heads}
+        layer.conv = loader.address(conv.T)
+        layer.decay = loader.address(loader.vector(f"{block}.ssm_a", heads))
+        layer.time_bias = loader.address(loader.vector(f"{block}.ssm_dt.bias", heads))
+        layer.state_norm = loader.norm(block, "ssm_norm", delta.head_dim)
+        return layer
 
     def _described(self, loader: NativeLoader, mode: int) -> Model:
         spec, delta = self.spec, self.spec.delta
@@ -415,9 +415,9 @@ class NativeDecoder:
             mode=mode,
             layers=len(spec.layers),
             eps=spec.eps,
-            frequencies=self._keep(self._frequencies),
+            frequencies=loader.address(self._frequencies),
             axes=self._axes.data_ptr(),
-            norm=self._keep(loader.vector("output_norm.weight", spec.width)),
+            norm=loader.address(loader.vector("output_norm.weight", spec.width)),
             embedding=self._embedding.struct,
             head=self._head.struct,
             layer=self._layers,

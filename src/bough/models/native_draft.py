@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from bough.kernels import native
-from bough.kernels.native import INT8, PackedMatrix
-from bough.kernels.native.library import MAX_ROWS, Layer, Model, NativeBlock, NativeMatrix, Ring
+from bough.kernels.native import INT8
+from bough.kernels.native.library import MAX_ROWS, Layer, Model, NativeBlock, Ring
 from bough.models.dflash import DFlashDraft, DraftBuffers
 from bough.models.draft_spec import SHARED_TENSORS, DraftSpec
 from bough.models.native import NativeLoader, packed_tensors_bytes, weights_gap
@@ -46,7 +46,7 @@ class NativeDraft(DFlashDraft):
         self.spec, self.device, self.layouts = spec, _CPU, set()
         self.selector = self.refiner = None
         self._library = loader.library
-        self._held: list[Tensor | PackedMatrix] = []  # what the structures point to
+        self._held = loader.held
         layers = [self._layer(loader, index) for index in range(len(spec.layers))]
         self._array = (Layer * len(layers))(*layers)
         pairs = torch.arange(spec.head_dim // 2, dtype=torch.float32)
@@ -63,9 +63,9 @@ class NativeDraft(DFlashDraft):
             layers=len(layers),
             features=columns,
             eps=spec.eps,
-            frequencies=self._keep(spec.rope_theta ** (-2 * pairs / spec.head_dim)),
-            norm=self._keep(loader.vector("output_norm.weight", spec.width)),
-            head=self._matrix(loader, "fc.weight", spec.width, columns),
+            frequencies=loader.address(spec.rope_theta ** (-2 * pairs / spec.head_dim)),
+            norm=loader.address(loader.vector("output_norm.weight", spec.width)),
+            head=loader.packed_matrix("fc.weight", spec.width, columns).struct,
             layer=self._array,
         )
         size = self._library.c.tf_step_scratch(self._model, self._library.threads)
@@ -135,37 +135,12 @@ class NativeDraft(DFlashDraft):
             rings.append(Ring(*addresses, keys.shape[1], window, spec.causal[index]))
         return (Ring * len(rings))(*rings)
 
-    def _keep(self, tensor: Tensor) -> int:
-        """Return a tensor's address, and hold the tensor."""
-        tensor = tensor.contiguous()
-        self._held.append(tensor)
-        return tensor.data_ptr()
-
-    def _matrix(self, loader: NativeLoader, name: str, rows: int, columns: int) -> NativeMatrix:
-        packed = loader.packed_matrix(name, rows, columns)
-        self._held.append(packed)
-        return packed.struct
-
     def _layer(self, loader: NativeLoader, index: int) -> Layer:
         spec, block = self.spec, f"blk.{index}"
-        width, query, kv = spec.width, spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-
-        def matrix(name: str, rows: int, columns: int) -> NativeMatrix:
-            return self._matrix(loader, f"{block}.{name}.weight", rows, columns)
-
-        def vector(name: str, size: int) -> int:
-            return self._keep(loader.vector(f"{block}.{name}.weight", size))
-
-        layer = Layer(attention=1, inputs=3)
-        for place, (name, rows) in enumerate({"attn_q": query, "attn_k": kv, "attn_v": kv}.items()):
-            layer.in_[place] = matrix(name, rows, width)
-        layer.out = matrix("attn_output", width, query)
-        layer.gate = matrix("ffn_gate", spec.feed_forward, width)
-        layer.up = matrix("ffn_up", spec.feed_forward, width)
-        layer.down = matrix("ffn_down", width, spec.feed_forward)
-        layer.norm, layer.ffn_norm = vector("attn_norm", width), vector("ffn_norm", width)
-        layer.q_norm, layer.k_norm = (
-            vector("attn_q_norm", spec.head_dim),
-            vector("attn_k_norm", spec.head_dim),
-        )
+        query, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+        inputs = {"attn_q": query, "attn_k": kv, "attn_v": kv}
+        layer = loader.layer(spec, block, inputs, "attn_output", query)
+        layer.attention = True
+        layer.q_norm = loader.norm(block, "attn_q_norm", spec.head_dim)
+        layer.k_norm = loader.norm(block, "attn_k_norm", spec.head_dim)
         return layer

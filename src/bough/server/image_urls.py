@@ -87,7 +87,7 @@ class ImageUrls:
         except TimeoutError as error:
             where = urls[last]
             raise UsageError(f"{where} took longer than {self.seconds:g} s", param=where) from error
-        except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
             where = urls[last]
             raise UsageError(f"{where} cannot be fetched: {type(error).__name__}", param=where) from error
 
@@ -100,6 +100,8 @@ class ImageUrls:
             raise UsageError(f"{where} is not a valid URL", param=where) from error
         if scheme not in _PORTS:
             refuse_fetching(url, where)
+        if not host:
+            raise UsageError(f"{where} is not a valid URL", param=where)
         port = port or _PORTS[scheme]
         resolved = await self.resolve(host, port)
         if not resolved or not all(is_public(address) for address in resolved):

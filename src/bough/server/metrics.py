@@ -38,6 +38,10 @@ class Metrics:
             "Steps that accepted a draft token at this depth",
             ("position",),
         )
+        self.images = counter("images", "Images in prompts: encoded, or cached", ("what",))
+        self.after_images = counter(
+            "spec_decode_after_images", "Steps and draft tokens of requests with images", ("what",)
+        )
         self.first_token = histogram("time_to_first_token_seconds", "From the start of the prefill")
         self.waited = histogram("request_queue_time_seconds", "Time in the queue")
         self.took = histogram("e2e_request_latency_seconds", "From leaving the queue to the last token")
@@ -67,6 +71,12 @@ class Metrics:
         self.accepted.inc(sum(stats.accepted_by_position))
         for position, count in enumerate(stats.accepted_by_position):
             self.accepted_at.labels(str(position)).inc(count)
+        if stats.images:
+            self.images.labels("encoded").inc(stats.encoded_images)
+            self.images.labels("cached").inc(stats.images - stats.encoded_images)
+            self.after_images.labels("steps").inc(stats.steps)
+            self.after_images.labels("draft_tokens").inc(stats.verified_rows - stats.steps)
+            self.after_images.labels("accepted_tokens").inc(sum(stats.accepted_by_position))
         if stats.ttft_s:
             self.first_token.observe(stats.ttft_s)
         if stats.decode_tok_s:

@@ -91,11 +91,8 @@ def _message(entry: Object, index: int) -> Object:
         message["reasoning_content"] = entry["thinking"]
     if entry.get("tool_name"):
         message["name"] = entry["tool_name"]
-    calls = entry.get("tool_calls")
-    if isinstance(calls, list) and calls:
-        message["tool_calls"] = [
-            _call(each, f"messages[{index}].tool_calls[{at}]") for at, each in enumerate(calls)
-        ]
+    if entry.get("tool_calls"):
+        message["tool_calls"] = entry["tool_calls"]
     return message
 
 
@@ -106,17 +103,6 @@ def _with_images(images: Any, text: Any, field: str) -> Any:
     if not isinstance(images, list):
         raise UsageError(f"{field} is of type {type(images).__name__}; needs a list", param=field)
     return [*({"type": "image", "image": each} for each in images), {"type": "text", "text": text or ""}]
-
-
-def _call(call: Any, where: str) -> Object:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping):
-        raise UsageError(
-            f"{where}.function is {function!r}; needs a name and arguments", param=f"{where}.function"
-        )
-    arguments = function.get("arguments")
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments or {})
-    return {"type": "function", "function": {"name": function.get("name"), "arguments": text}}
 
 
 @dataclass(slots=True)

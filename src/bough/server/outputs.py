@@ -31,6 +31,8 @@ def notes(*outputs: RequestStats, copies: int = 1) -> dict[str, Any]:
         "approximate": list(named),  # what was not computed exactly
         "cached_after_answer": any(stats.cached_after_answer for stats in outputs),
         "compression": outputs[::copies][-1].compression_dict() if outputs else {},
+        # Of the first choice, which encodes them.
+        "images": outputs[0].images_dict() if outputs and outputs[0].images else {},
     }
     return {name: value for name, value in facts.items() if value}
 

@@ -55,6 +55,10 @@ def _check(value: Any, name: str, depth: int) -> None:
             _check(part, name, depth - 1)
 
 
+class ModelBody(Body):
+    model: str | None = None
+
+
 COMPRESS = "Read less of a long prompt: off, auto, on, or an object with mode, above, to, query and keep."
 
 
@@ -159,31 +163,35 @@ class InfillBody(LlamaBody):
     t_max_predict_ms: Number | None = Field(None, description="After this time the text ends with its line.")
 
 
-class EmbeddingBody(Body):
-    model: str | None = None
+class EmbeddingBody(ModelBody):
     input: str | list[str] | list[int] | list[list[int]]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = Field(None, ge=1, description="Keep this many values, normalised again.")
 
 
-class RerankBody(Body):
-    model: str | None = None
+class RerankBody(ModelBody):
     query: str
     documents: list[str | Object] = Field(min_length=1, description="Texts, or objects with a text.")
     top_n: int | None = Field(None, ge=1)
     return_documents: bool | None = None
 
 
-class ResponsesBody(Body):
-    model: str | None = None
-    input: str | list[Object]
-    instructions: str | None = None
+class AnswerBody(ModelBody):
+    """Fields that responses and Anthropic's messages share."""
+
     stream: bool | None = None
     temperature: Number | None = None
     top_p: Number | None = None
+    tools: list[Object] | None = None
+    compress: bool | str | Object | None = Field(None, description=COMPRESS)
+    bough: Extension | None = None
+
+
+class ResponsesBody(AnswerBody):
+    input: str | list[Object]
+    instructions: str | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     max_output_tokens: int | None = None
-    tools: list[Object] | None = None
     tool_choice: str | Object | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Object | None = None
@@ -194,33 +202,23 @@ class ResponsesBody(Body):
     background: bool | None = None
     conversation: str | Object | None = None
     prompt: Object | None = None
-    compress: bool | str | Object | None = Field(None, description=COMPRESS)
-    bough: Extension | None = None
 
 
-class MessagesBody(Body):
-    model: str | None = None
+class MessagesBody(AnswerBody):
     messages: list[Object] = Field(min_length=1)
     system: str | list[Object] | None = None
     max_tokens: int | None = None
-    stream: bool | None = None
-    temperature: Number | None = None
-    top_p: Number | None = None
     top_k: int | None = None
     stop_sequences: list[str] | None = None
-    tools: list[Object] | None = None
     tool_choice: Object | None = None
     thinking: Object | None = None
     output_config: Object | None = None
     output_format: Object | None = None
-    compress: bool | str | Object | None = Field(None, description=COMPRESS)
-    bough: Extension | None = None
 
 
-class PrefillBody(Body):
+class PrefillBody(ModelBody):
     """The beginning of a request in any protocol: chat, text, responses or Anthropic's messages."""
 
-    model: str | None = None
     messages: list[Object] | None = Field(None, description="Of a chat, or Anthropic's with `system`.")
     system: str | list[Object] | None = Field(None, description="Anthropic's system prompt.")
     prompt: str | list[int] | None = Field(None, description="Of a text completion.")
@@ -282,20 +280,17 @@ class OllamaGenerateBody(OllamaBody):
     images: Any = Field(None, description="A list of images in base64.")
 
 
-class OllamaEmbedBody(Body):
-    model: str | None = None
+class OllamaEmbedBody(ModelBody):
     input: str | list[str] = ""
     truncate: bool = Field(False, description="Leave out the end of an input that is too long.")
     dimensions: int | None = Field(None, ge=1)
 
 
-class OllamaEmbeddingsBody(Body):
+class OllamaEmbeddingsBody(ModelBody):
     """The old route, of one text, whose vector is not normalised."""
 
-    model: str | None = None
     prompt: str = ""
 
 
-class OllamaShowBody(Body):
-    model: str | None = None
+class OllamaShowBody(ModelBody):
     name: str | None = Field(None, description="The old name of model.")

@@ -24,7 +24,6 @@ class LoopFinder:
 
     @property
     def found(self) -> bool:
-        """Return whether the last tokens are a loop."""
         periods = np.flatnonzero(self._matches >= _NEEDED) + 1
         return any(self._matches[period - 1] >= self._needed(int(period)) for period in periods)
 

@@ -36,7 +36,6 @@ class OutputStream:
 
     @property
     def called(self) -> bool:
-        """Return whether a tool call is complete."""
         return self._parser.calls_done > 0
 
     def write(self, tokens: Sequence[int]) -> int | None:

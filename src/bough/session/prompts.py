@@ -86,6 +86,10 @@ class Prompts:
         pairs = zip(first.ids, second.ids, strict=False)
         length = next((index for index, (a, b) in enumerate(pairs) if a != b), 0)
         inside = {at: kind for at, kind in first.boundaries.items() if at < length}
+        if first.boundaries.get(length) == "image":
+            # A state is kept before the end of a prompt: one more token, so that it is kept after the image.
+            inside[length] = "image"
+            length += 1
         images = tuple(image for image in first.images if image.end <= length)
         return replace(first, ids=first.ids[:length], boundaries=inside, images=images)
 

@@ -96,12 +96,10 @@ class Session(RequestReader):
 
     @property
     def parallel(self) -> int:
-        """Return how many requests run at once, at most."""
         return self.engine.slots
 
     @property
     def running(self) -> int:
-        """Return how many requests have a slot."""
         return self.engine.running if self._vectors is None else len(self._vectors)
 
     @property

@@ -21,7 +21,7 @@ from bough.models.dflash import DFlashDraft
 from bough.models.draft_spec import DraftSpec, default_taps
 from bough.models.step import Step
 from bough.spec.costs import StepCosts
-from bough.spec.shares import Shares
+from bough.spec.drafter import Shares
 from bough.state.draft_ring import draft_buffers
 from bough.state.sequences import CacheConfig, SequenceStates
 

@@ -8,7 +8,6 @@ import numpy as np
 from torch import Tensor
 
 from bough.kernels.tree import MAX_ROWS
-from bough.spec.shares import Shares
 from bough.spec.tree import SharedTrees, Tree
 from bough.state.draft_ring import SavedRings
 from bough.state.graphs import CapturedFunction
@@ -117,6 +116,14 @@ class DevicePaths:
     rows: Tensor  # [S, n] of the step's features, of which the first counts [S] are meant
     counts: Tensor
     tokens: Tensor  # [S, n] that the rows decided
+
+
+@dataclass(slots=True)
+class Shares:
+    """Tokens accepted beyond each step's own, by proposer."""
+
+    draft: int = 0
+    lookup: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from bough.spec.policy import MARGIN, PROBE_INTERVAL, PROBE_SHARE
 from bough.spec.tree import SharedTrees, Tree
 from bough.state.graphs import CapturedFunction, StagedNumbers
 
+GAINS_RATE = 0.1  # of the average gains of the best rows, a step
 REPLAN = 4  # steps after which it is decided anew which texts are asked: 0.4 ms for 8 of them
 
 
@@ -83,6 +84,7 @@ class RowSharing:
         self._by_row = np.diff(by_rows, axis=1)  # [sizes, max_rows - 1]
         self._since_probe = 0
         self._mix = 0  # of drafts, which is called
+        self._gained: dict[int, np.ndarray] = {}  # by texts: gains of the best rows below the roots
         self._chosen: tuple[tuple[int, ...], int, list[int]] = ((), 0, [])  # texts, steps left, those to ask
 
     def asked(self, offers: Sequence[Offer], *, padded: bool, mix: int = 0) -> list[int]:
@@ -165,13 +167,24 @@ class RowSharing:
         return (1 + shared).tolist()
 
     def planned_size(self, offers: Sequence[Offer], asked: Sequence[bool], prompts: Sequence[int]) -> int:
-        """Return the rows in all of a padded step whose gains are only expected: the device shares them."""
+        """Return the rows in all of a padded step whose gains are not known yet: the device shares them.
+
+        What the best rows of as many texts gained lately says most. From averages by text too few rows are
+        chosen (16 texts, an H200's costs, recorded outcomes: 0.95 of the speed with known gains, not 1.00).
+        """
+        if len(offers) in self._gained:
+            return self._best_size(self._gained[len(offers)], len(offers), prompts, padded=True)
         pool = [
             (np.array(offer.expected) @ self._by_row if drafted else _copy_gains(offer))[: offer.max_rows - 1]
             for offer, drafted in zip(offers, asked, strict=True)
         ]
         gains = -np.sort(-np.concatenate(pool))
         return self._best_size(gains, len(offers), prompts, padded=True)
+
+    def observe_gains(self, texts: int, gains: np.ndarray) -> None:
+        """Learn what the best rows of a step of `texts` texts were expected to gain, the best first."""
+        old = self._gained.get(texts, gains)
+        self._gained[texts] = old + GAINS_RATE * (gains - old)
 
     def _best_size(self, gains: np.ndarray, texts: int, prompts: Sequence[int], *, padded: bool) -> int:
         """Return the rows in all with the most tokens a second, from falling gains below the roots."""
@@ -233,6 +246,8 @@ class DeviceSharing:
         self._forest = forest
         # Each row: the facts of a sequence, and its tree if it lies on the host; the last one: extra rows.
         self._staged = StagedNumbers(MAX_ROWS + 1, _FACTS + TREE_WORDS, device=forest.device)
+        self._best = torch.zeros(MAX_ROWS, pin_memory=forest.is_cuda)
+        self._texts = self._given = 0  # of the last step: texts, and rows of prompts below the first
         self._functions = {
             capacity: CapturedFunction(partial(self._share, capacity)) for capacity in _CAPACITIES
         }
@@ -258,11 +273,20 @@ class DeviceSharing:
                 row[_FACTS + 4 * MAX_ROWS :] = weights.view(np.int32)
         rows[capacity, 0] = size - len(parts)
         self._staged.copy(slice(0, capacity + 1))
-        shared, first = self._functions[capacity]()
+        shared, first, best = self._functions[capacity]()
+        self._best.copy_(best, non_blocking=True)
+        self._given = sum(part.most - 1 for part in parts if part.given)
+        self._texts = sum(not part.given for part in parts)
         return SharedTrees(shared[:4], first, shared[4], size, max(part.most for part in parts))
 
-    def _share(self, capacity: int) -> tuple[Tensor, Tensor]:
-        """Return rows [5, 64], the fifth of which is what a prompt has after each, and `first`."""
+    def gains(self) -> tuple[int, np.ndarray]:
+        """Return the last step's texts and the gains of its best rows; the device must have shared them."""
+        gains = np.zeros(MAX_ROWS)
+        gains[: MAX_ROWS - self._given] = self._best.numpy()[self._given :]
+        return self._texts, gains
+
+    def _share(self, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return rows [5, 64], the fifth of which is what prompts have after each, `first`, best gains."""
         staged = self._staged.buffer[:capacity]
         slots, present, on_host, most, _, given = staged[:, :_FACTS].T.contiguous()[..., None].unbind()
         promise = staged[:, 4:5].contiguous().view(torch.float64).float()

@@ -351,11 +351,12 @@ class Speculator:
         """Learn what a step cost, and what the host did since the one before."""
         costs, plan, (before, start) = text.policy.costs, text.plan, self._observed
         draft_s = outcome.draft_share * outcome.draft_s
-        costs.observe_step(outcome.rows, outcome.verify_cost)
+        costs.observe_step(outcome.rows, outcome.verify_cost, outcome.verify_s)
         if plan.draft:
             positions, backlog_s = self._call.backlog
+            wall_s = outcome.draft_s - backlog_s
             backlog_s *= outcome.draft_share
-            costs.observe_draft(draft_s - backlog_s, plan.mix)
+            costs.observe_draft(draft_s - backlog_s, plan.mix, wall_s)
             costs.observe_backlog(backlog_s, positions)
         self._observed = slot, self._clock()
         if before == slot:
@@ -363,7 +364,7 @@ class Speculator:
             kind = "draft" if plan.draft else "lookup" if outcome.rows > 1 else "plain"
             costs.observe_gap(kind, max(gap_s, 0.0))
 
-    # -- Steps of several texts: the trees are read back and share the rows on the host
+    # -- Steps of several texts: their trees share the rows, on the device if none has to be read before
 
     def _draft_together(self, turns: Sequence[Turn]) -> None:
         for turn in turns:
@@ -380,6 +381,8 @@ class Speculator:
 
     def _observe_shared_costs(self, outcomes: Mapping[int, StepOutcome], prompts: Sequence[int]) -> None:
         step = next(iter(outcomes.values()))
+        if self._size:
+            self._sharing.observe_gains(*self._device_sharing.gains())
         rows = self._size or sum(outcome.rows for outcome in outcomes.values()) + sum(prompts)
         if self._padded_sizes is not None:
             rows = next((size for size in self._padded_sizes if size >= rows), MAX_ROWS)

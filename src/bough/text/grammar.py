@@ -61,7 +61,6 @@ class Matcher:
 
     @property
     def complete(self) -> bool:
-        """Return whether nothing can follow."""
         return self._state.is_stopped()
 
     @property

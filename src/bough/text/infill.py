@@ -28,7 +28,6 @@ class Infill:
 
     @property
     def ends_with_lines(self) -> bool:
-        """Return whether the text may end with one of its lines."""
         return self.line_s is not None or self.indent > 0
 
 

@@ -117,7 +117,6 @@ class ChatTemplate:
 
     @property
     def supports_thinking(self) -> bool:
-        """Return whether the template has a thinking switch."""
         return "enable_thinking" in self.source
 
     @cached_property

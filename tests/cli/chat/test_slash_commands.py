@@ -3,7 +3,7 @@
 import io
 import json
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ class Parrot:
         self.asked: list[tuple[list[Any], ChatSettings, int]] = []
         self.failure: Exception | None = None
         self.sure = False  # of its text, whatever the seed
+        self.texts: Iterator[str] = iter(())  # of its next replies
 
     def defaults(self, settings: ChatSettings) -> Mapping[str, float]:
         return {"temperature": 0.7}
@@ -53,7 +54,7 @@ class Parrot:
         if self.failure is not None and "late" not in str(self.failure):
             raise self.failure
         greedy = self.sure or settings.values.get("temperature") == 0
-        yield Text(f"{messages[-1]['content']}{'' if greedy else f' {seed}'}")
+        yield Text(next(self.texts, f"{messages[-1]['content']}{'' if greedy else f' {seed}'}"))
         if self.failure is not None:
             raise self.failure
         yield ReplyEnd(
@@ -135,10 +136,30 @@ def test_a_greedy_answer_is_the_same_again_and_a_line_says_why(talk, parrot, cap
     assert "The same text: the temperature is 0." in capsys.readouterr().err
 
 
-def test_the_same_text_by_another_seed_says_what_changes_it(talk, parrot, capsys):
+def test_a_text_that_comes_again_is_sampled_with_more_freedom(talk, parrot, capsys):
+    parrot.texts = iter(["one", "one", "two", "one", "two", "three", "three"])
+    chat = talk("a", "/regen", "/regen", "/draft off", "/regen")
+    assert contents(chat) == ["a", "three"]
+    warmth = [settings.values.get("temperature") for _, settings, _ in parrot.asked]
+    assert warmth == [None, None, 1.0, None, 1.0, 1.3, 1.3]
+    errors = capsys.readouterr().err
+    assert "The same text by another seed. Once more with temperature 1.3, top-p 0.95:" in errors
+    assert "the same text · 17.0 tok/s now, 16.0 tok/s before" in errors
+    assert chat.settings.values == {}
+
+
+@pytest.mark.parametrize(("values", "tries"), [({}, 5), ({"temperature": 0.5}, 2), ({"top_p": 0.8}, 2)])
+def test_the_same_text_again_and_again_says_what_changes_it(talk, parrot, capsys, values, tries):
     parrot.sure = True
+    talk("a", "/regen", settings=ChatSettings(values))
+    assert len(parrot.asked) == tries
+    assert "`/set temperature 1.3` gives others." in capsys.readouterr().err
+
+
+def test_a_long_text_that_comes_again_is_not_asked_for_once_more(talk, parrot, capsys):
+    parrot.texts = iter(["x" * 1001] * 2)
     talk("a", "/regen")
-    assert "`/set temperature 1` gives others." in capsys.readouterr().err
+    assert len(parrot.asked) == 2 and "The same text:" in capsys.readouterr().err
 
 
 def test_without_speculation_the_same_answer_comes_again(talk, parrot, capsys):

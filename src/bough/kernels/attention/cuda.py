@@ -15,8 +15,7 @@ from bough.kernels.kv_cache.rotation import FIRST_SIGNS, LAST_SIGNS, group_size
 from bough.kernels.kv_cache.triton_kernels import tensors
 from bough.kernels.runtime.backends import runs
 from bough.kernels.runtime.device import Card, card_of
-from bough.kernels.runtime.driver import Kernel, Module
-from bough.kernels.runtime.nvrtc import compile_cubin
+from bough.kernels.runtime.driver import Kernel, cuda_module
 from bough.kernels.runtime.sources import pdl_source, warp_group_mma
 
 DIM = 256  # of a head
@@ -155,13 +154,8 @@ def takes(q: Tensor, keys: HeadPool, values: HeadPool) -> bool:
 @cache
 def _kernel(tile: Tile, device: torch.device) -> Kernel:
     card = card_of(device)
-
-    def build() -> bytes:
-        return compile_cubin(tile.source(), defines=tile.defines(card.pdl), arch=tile.arch(card))
-
-    return Module(build, device).kernel(
-        "tree_attention", threads=tile.threads, shared=tile.shared_bytes, overlap=card.pdl
-    )
+    module = cuda_module(tile.source(), tile.defines(card.pdl), device, arch=tile.arch(card))
+    return module.kernel("tree_attention", threads=tile.threads, shared=tile.shared_bytes, overlap=card.pdl)
 
 
 class _Arguments(ctypes.Structure):

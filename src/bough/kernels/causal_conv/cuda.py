@@ -1,7 +1,7 @@
 """The CUDA C++ kernel of the short convolution over a path and a tree: what it takes, and its launch."""
 
 from ctypes import c_float, c_int, c_longlong, c_void_p
-from functools import cache, partial
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -9,8 +9,7 @@ from torch import Tensor
 from bough.kernels.causal_conv.records import ConvRows, ConvWeights, DeltaBuffers, DeltaHeads, empty_heads
 from bough.kernels.causal_conv.reference import L2_EPS
 from bough.kernels.runtime.device import card_of
-from bough.kernels.runtime.driver import Kernel, Module
-from bough.kernels.runtime.nvrtc import compile_cubin
+from bough.kernels.runtime.driver import Kernel, cuda_module
 from bough.kernels.runtime.sources import pdl_source
 from bough.kernels.tree import MAX_ROWS
 
@@ -43,8 +42,8 @@ def defines(half: bool, warps: int, overlap: bool) -> dict[str, int]:
 @cache
 def _kernel(half: bool, warps: int, device: torch.device) -> Kernel:
     card = card_of(device)
-    build = partial(compile_cubin, source(), defines=defines(half, warps, card.pdl), arch=card.target)
-    return Module(build, device).kernel("tree_conv", threads=32 * warps, overlap=card.pdl)
+    module = cuda_module(source(), defines(half, warps, card.pdl), device)
+    return module.kernel("tree_conv", threads=32 * warps, overlap=card.pdl)
 
 
 def _strided(x: Tensor) -> Tensor:

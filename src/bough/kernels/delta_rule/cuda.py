@@ -1,7 +1,7 @@
 """The CUDA C++ kernel of a tree's delta rule: its sizes and its launch."""
 
 from ctypes import c_int, c_void_p
-from functools import cache, partial
+from functools import cache
 from math import prod
 
 import torch
@@ -11,8 +11,7 @@ from bough.kernels.causal_conv.records import DeltaHeads
 from bough.kernels.delta_rule.cpu import saved_states
 from bough.kernels.delta_rule.records import DeltaRows
 from bough.kernels.runtime.device import Card, card_of
-from bough.kernels.runtime.driver import Kernel, Module
-from bough.kernels.runtime.nvrtc import compile_cubin
+from bough.kernels.runtime.driver import Kernel, Module, cuda_module
 from bough.kernels.runtime.sources import pdl_source
 
 COLUMNS = 8  # of a head's state, a warp
@@ -58,9 +57,7 @@ def takes_tree_delta(heads: DeltaHeads, state: Tensor, rows: DeltaRows) -> bool:
 
 @cache
 def _module(dim: int, device: torch.device) -> Module:
-    card = card_of(device)
-    macros = {"D": dim, "OVERLAP": int(card.pdl)}
-    return Module(partial(compile_cubin, source(), defines=macros, arch=card.target), device)
+    return cuda_module(source(), {"D": dim, "OVERLAP": int(card_of(device).pdl)}, device)
 
 
 def spread(card: Card, shared: int, blocks: int) -> int:

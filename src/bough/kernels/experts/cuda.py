@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from ctypes import c_int, c_longlong
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -14,8 +14,7 @@ from bough.kernels.quant_matmul.layout import Layout
 from bough.kernels.quant_matmul.rows import BUCKETS, PackedRows
 from bough.kernels.runtime import sources
 from bough.kernels.runtime.device import Card, card_of
-from bough.kernels.runtime.driver import Kernel, Module
-from bough.kernels.runtime.nvrtc import compile_cubin
+from bough.kernels.runtime.driver import Kernel, cuda_module
 
 # The rows of a step are few to an expert, those of a prompt many.
 FEW, SEVERAL, MANY, MANY_IN_LITTLE = 8, 16, 64, 32
@@ -80,8 +79,7 @@ def _kernel(layout: Layout, tokens: int, device: torch.device) -> tuple[Kernel, 
     shape = shape_of(card, layout, tokens)
     macros = shape.defines(card, layout)
     assert macros["STAGES"] >= 2, f"{tokens} rows of {layout} do not fit in {card.shared_per_block} bytes"
-    module = Module(partial(compile_cubin, source(), defines=macros, arch=card.target), device)
-    ring = macros["STAGES"] * shape.stage_bytes(layout)
+    module, ring = cuda_module(source(), macros, device), macros["STAGES"] * shape.stage_bytes(layout)
     return module.kernel("experts", threads=shape.threads, shared=ring, overlap=card.pdl), shape
 
 

@@ -2,7 +2,7 @@
 
 from ctypes import Structure, c_float, c_int, c_longlong, c_void_p
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -13,9 +13,8 @@ from bough.kernels.quant_matmul.rows import BUCKETS, PackedRows, empty_rows
 from bough.kernels.runtime import sources
 from bough.kernels.runtime.backends import runs
 from bough.kernels.runtime.device import card_of
-from bough.kernels.runtime.driver import Kernel, Module
+from bough.kernels.runtime.driver import Kernel, cuda_module
 from bough.kernels.runtime.dry_run import cache_tensor
-from bough.kernels.runtime.nvrtc import compile_cubin
 
 NORM, SILU, GATED = range(3)
 # Blocks of a row. One SM would take 1.1 us for the exponentials of 17408 columns and as long for their bytes,
@@ -79,8 +78,8 @@ def _aligned(x: Tensor) -> bool:
 @cache
 def kernel_of(shape: NormShape, device: torch.device) -> Kernel:
     card = card_of(device)
-    build = partial(compile_cubin, source(), defines=shape.defines(card.pdl), arch=card.target)
-    return Module(build, device).kernel("rows", threads=shape.threads, overlap=card.pdl)
+    module = cuda_module(source(), shape.defines(card.pdl), device)
+    return module.kernel("rows", threads=shape.threads, overlap=card.pdl)
 
 
 class Operand(Structure):

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_int, c_longlong
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -16,9 +16,8 @@ from bough.kernels.quant_matmul.rows import BUCKETS, PackedRows, bucket_of, empt
 from bough.kernels.quant_matmul.tiling import Tiling, built_in_tilings
 from bough.kernels.quant_matmul.tuned import TunedFile
 from bough.kernels.runtime.device import Card, card_of, kind_of
-from bough.kernels.runtime.driver import Kernel, Module
+from bough.kernels.runtime.driver import Kernel, Module, cuda_module
 from bough.kernels.runtime.dry_run import cache_tensor
-from bough.kernels.runtime.nvrtc import compile_cubin
 from bough.kernels.runtime.sources import source, warp_group_mma
 
 _SCALES = {"none": 0, "six": 1, "byte": 2, "half": 3, "affine": 4}
@@ -165,7 +164,7 @@ def variant(layout: Layout, bucket: int, tiling: Tiling, device: torch.device, *
     assert macros["STAGES"] >= 2, f"{bucket} rows of {layout} do not fit in {card.shared_per_block} bytes"
     text = grouped_source(bucket) if grouped else matmul_source()
     arch = f"{card.target}a" if grouped else card.target
-    module = Module(partial(compile_cubin, text, defines=macros, arch=arch), device)
+    module = cuda_module(text, macros, device, arch=arch)
     return Variant(
         module.kernel(
             "matmul",
@@ -185,15 +184,14 @@ def _expand_kernel(layout: Layout, device: torch.device) -> Kernel:
     if expand is not None:
         return expand
     macros = defines(card, layout, 8, tiling) | layout_defines(layout) | {"HALVES": 1}
-    build = partial(compile_cubin, matmul_source(), defines=macros, arch=card.target)
-    return Module(build, device).kernel("expand", threads=256)
+    return cuda_module(matmul_source(), macros, device).kernel("expand", threads=256)
 
 
 @cache
 def _pack_rows_kernel(device: torch.device) -> Kernel:
-    card = card_of(device)
-    build = partial(compile_cubin, rows_source(), defines={"BULK": int(card.pdl)}, arch=card.target)
-    return Module(build, device).kernel("pack_rows", threads=512, overlap=card.pdl)
+    pdl = card_of(device).pdl
+    module = cuda_module(rows_source(), {"BULK": int(pdl)}, device)
+    return module.kernel("pack_rows", threads=512, overlap=pdl)
 
 
 def prepare(layouts: Iterable[Layout], tilings: Mapping[int, Tiling], device: torch.device) -> None:

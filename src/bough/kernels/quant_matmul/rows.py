@@ -1,25 +1,16 @@
 """Rows of activations in the form the matmul kernels read.
 
 `pack_rows` makes it from floats with a launch of its own. A kernel that computes the floats (a norm, an
-activation) can write it directly, and save that launch:
-
-    packed = empty_rows(rows, columns, device)
-    group_stride, row_stride = packed.strides
-
-and for each row m, in Triton, with `row_factor` of triton_kernels.py:
+activation) writes it directly to `empty_rows`, and saves that launch. For each row m, in Triton:
 
     times, inverse = row_factor(largest magnitude of the row)
     scale[m] = inverse
     data[(k // 32) * group_stride + m * row_stride + k % 32] = float16(x[m, k] * times)    for k < columns
     and zero there for columns <= k < packed.padded_columns
 
-The same call serves any number of rows. Warp-group mma read groups of eight columns: with `grouped`, up to 64
-rows have the pair of columns k, k + 1 at (k // 32) * group_stride + k % 8 // 2 * group_stride // 4 +
-m * row_stride + k % 32 // 8 * 2, so that the thread that has eight columns of a weight's row in its registers
-has a pair of each of four groups.
-
-`packed_matmul`, `packed_matmuls`, `Matrix` and `Projections` take
-the result instead of x. The rows of a bucket beyond `rows` need not be written.
+Warp-group mma read groups of eight columns: with `grouped`, up to 64 rows have the pair of columns k, k + 1
+at (k // 32) * group_stride + k % 8 // 2 * group_stride // 4 + m * row_stride + k % 32 // 8 * 2, so that the
+thread that has eight columns of a weight's row in its registers has a pair of each of four groups.
 """
 
 from dataclasses import dataclass

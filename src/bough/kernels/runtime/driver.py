@@ -2,9 +2,9 @@
 
 import ctypes
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from bough.kernels.runtime import dry_run, launches
 from bough.kernels.runtime.device import card_of
+from bough.kernels.runtime.nvrtc import compile_cubin
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _REGISTERS = 4  # CU_FUNC_ATTRIBUTE_NUM_REGS
@@ -92,6 +93,13 @@ class Module:
         if most := self._most_shared[name]:
             _check(_driver().cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, ctypes.c_int(most)))
         return function
+
+
+def cuda_module(source: str, defines: Mapping[str, int], device: torch.device, *, arch: str = "") -> Module:
+    """Return CUDA C++ as a module, compiled for the device's card, or for another architecture."""
+    return Module(
+        partial(compile_cubin, source, defines=defines, arch=arch or card_of(device).target), device
+    )
 
 
 class Kernel:

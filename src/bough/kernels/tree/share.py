@@ -6,8 +6,9 @@ from torch import Tensor
 from bough.kernels.tree import MAX_ROWS
 
 
-def share_rows(trees: Tensor, gains: Tensor, present: Tensor, extra: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the best rows of some trees as ragged rows [P, 64], and the first row of each tree [S + 1].
+def share_rows(trees: Tensor, gains: Tensor, present: Tensor, extra: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the best rows of some trees as ragged rows [P, 64], the first row of each tree [S + 1], and the
+    64 best gains.
 
     trees [S, P, 64]; gains [S, 63] of the rows below the roots, 0 where there is none; present [S] int64: 1,
     or 0 for a sequence that is missing. Each has its root, and the best `extra` [1] rows of all are theirs. A
@@ -22,4 +23,4 @@ def share_rows(trees: Tensor, gains: Tensor, present: Tensor, extra: Tensor) -> 
     row = torch.arange(MAX_ROWS, device=gains.device)
     owner = (row[:, None] >= first[1:]).sum(1).clamp(max=len(trees) - 1)
     index = (row - first[owner]).clamp(max=MAX_ROWS - 1)
-    return trees[owner, :, index].T, first
+    return trees[owner, :, index].T, first, best.values[:MAX_ROWS]

@@ -12,6 +12,10 @@ const SAVE_EVERY_MS = 1000;
 
 const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "max_tokens"];
 
+// Sampling of the next tries where Regenerate gave a short text that was there: as /regen of a chat in a terminal.
+const WARMER = [{}, ...[1, 1.3, 1.6].map((temperature) => ({ temperature, top_p: 0.95 }))];
+const SHORT = 1000; // characters: a longer text that comes again is a copy of the prompt, and takes long
+
 const optional = (name, value) => (value === "" ? {} : { [name]: Number(value) });
 
 /** Returns the body of a chat request. It always has a seed, so that the answer can be repeated. */
@@ -164,15 +168,17 @@ export class Conversation {
     return this.#answer(before);
   }
 
-  /** Answers the last message; `before`: the answer that this one replaces, by another seed. */
-  async #answer(before) {
+  /** Answers the last message; `before`: the answer that this one replaces, by another seed; `tries`: how many came again. */
+  async #answer(before, tries = 0) {
     this.stop();
     if (this.loading) await this.loading;
     const settings = this.getSettings();
+    const earlier = before ? [...(before.earlier ?? []), before.content] : [];
     const fixed = (before?.seed ?? Number(settings.seed) - 1) + 1;
     const seed = settings.seed === "" ? crypto.getRandomValues(new Uint32Array(1))[0] : fixed % 2 ** 32;
-    const body = requestBody(this.chat.messages, settings, { model: this.hooks.onModel(), seed, budget: settings.budget, trees: true });
-    const message = { role: "assistant", content: "", reasoning: "", state: "writing", seed };
+    const options = { model: this.hooks.onModel(), seed, budget: settings.budget, trees: true };
+    const body = { ...requestBody(this.chat.messages, settings, options), ...WARMER[tries] };
+    const message = { role: "assistant", content: "", reasoning: "", state: "writing", seed, ...(before && { earlier }) };
     this.chat.messages.push(message);
     this.#save();
     const run = { view: this.#show(message), message, trace: new Trace(), body, chat: this.chat, savedAt: 0 };
@@ -186,8 +192,15 @@ export class Conversation {
     try {
       await runTurn(body, { ...this.#turnHooks(abort), onEvent: (event) => this.#handle(run, event) });
       if (message.state === "writing") message.state = "done";
-      const same = message.content && message.content === before?.content;
-      this.hooks.onStatus(same ? "The same text, although by another seed: a higher temperature gives others." : "Done.");
+      const same = message.content && earlier.includes(message.content);
+      const fixed = settings.temperature !== "" || settings.top_p !== "";
+      const short = message.content.length + message.reasoning.length <= SHORT;
+      if (same && short && !fixed && tries + 1 < WARMER.length && this.abort === abort && run.chat === this.chat) {
+        this.#truncate(this.chat.messages.indexOf(message));
+        return await this.#answer(message, tries + 1);
+      }
+      const warmth = tries ? `Done, at temperature ${WARMER[tries].temperature}: by the recommended sampling the same text came again.` : "Done.";
+      this.hooks.onStatus(same ? "The same text, although by another seed: a higher temperature gives others." : warmth);
     } catch (error) {
       this.#fail(run, error, abort);
     }
