@@ -16,9 +16,10 @@ from bough.cli.speculation import Chosen, Speculation, decide, downloading
 from bough.config import EngineConfig, environment
 from bough.errors import UsageError
 from bough.hub.catalog import EMBEDDED
+from bough.hub.download import fetch_encoder
 from bough.hub.resolve import Meaning, meaning, resolve
 from bough.session.folders import costs_file
-from bough.session.pairing import base_card, card_of
+from bough.session.pairing import base_card, card_of, sees
 
 if TYPE_CHECKING:
     from bough.session.session import Session
@@ -67,6 +68,8 @@ def find(name: str | None, *, think: bool | None, offline: bool, screen: view.Sc
     meant = meaning(EMBEDDED if name is None else name)
     with downloading(screen, str(meant.fetched), again="the same command") as bar:
         path = resolve(meant, offline=offline, progress=bar)
+        if bar.began and meant.repo is not None and sees(path):
+            fetch_encoder(meant.repo.repo, path, progress=bar)
     return _inspected(path, meant, think=think, fetched=bar.began)
 
 

@@ -12,11 +12,11 @@ from bough.errors import DownloadFailed, ModelFileError, ModelNotFound, UsageErr
 from bough.hub import catalog
 from bough.hub.cache import of_repo
 from bough.hub.catalog import ModelCard
-from bough.hub.download import fetch
+from bough.hub.download import fetch, fetch_encoder
 from bough.hub.drafts import fetch_draft
 from bough.hub.names import RepoName, is_draft_file
 from bough.hub.resolve import Meaning, meaning
-from bough.session.pairing import card_of
+from bough.session.pairing import card_of, sees
 
 AGAIN = "the same command"
 
@@ -93,6 +93,11 @@ def _target(repo: RepoName, screen: view.Screen) -> Path:
     with downloading(screen, str(repo), again=AGAIN) as bar:
         path = fetch(repo, progress=bar)
     _done("target", repo, path)
+    if sees(path):
+        with downloading(screen, f"the image encoder of {repo.repo}", again=AGAIN) as bar:
+            encoder = fetch_encoder(repo.repo, path, progress=bar)
+        if encoder is not None:
+            view.plain(f"images  {encoder.name}  {view.amount(encoder.stat().st_size)}")
     return path
 
 

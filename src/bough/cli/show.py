@@ -25,7 +25,15 @@ from bough.hub.download import fetch_heads, gguf_files
 from bough.hub.drafts import draft_head
 from bough.hub.recommended import recommended
 from bough.hub.resolve import Meaning, meaning, resolve, resolve_draft
-from bough.session.pairing import AUTO, DraftPlan, NamedDraft, card_of, draft_at_hand, plan_draft
+from bough.session.pairing import (
+    AUTO,
+    DraftPlan,
+    NamedDraft,
+    card_of,
+    draft_at_hand,
+    plan_draft,
+    with_encoder,
+)
 
 if TYPE_CHECKING:
     from bough.gguf.reader import GGUFFile
@@ -154,7 +162,7 @@ def _fit(
     plan = plan_draft(named, file.path, card, resolve=partial(resolve_draft, offline=True))
     with _draft_file(plan, card) as path:
         draft_config = None if path is None else DraftConfig(path)
-        config = replace(config, speculation=plan.config, draft=draft_config)
+        config = with_encoder(file, replace(config, speculation=plan.config, draft=draft_config))
         planned = shown.survey(file, ModelSpec.from_gguf(file), config)
     known = facts["draft"]["name"] if path is not None and facts["draft"] and named.name == AUTO else None
     return planned | {"draft": known or planned["draft"]}

@@ -22,6 +22,7 @@ from bough.hub.names import (
     RepoName,
     choose,
     draft_sidecars,
+    encoders,
     extra_needed,
     group,
     readable,
@@ -104,6 +105,19 @@ def fetch(name: RepoName, **options: Unpack[FetchOptions]) -> Path:
         file = RepoName(name.repo, file=draft.files[0])
         progress.notice(f"The repository has a draft too ({readable(draft.size)}): {file}")
     return path
+
+
+def fetch_encoder(
+    repo: str, model: Path, *, progress: FetchProgress | None = None, endpoint: str | None = None
+) -> Path | None:
+    """Download the image encoder that a repository has beside a model's file; None: there is none."""
+    root = next((folder for folder in model.parents if folder.parent.name == "snapshots"), model.parent)
+    inside = model.relative_to(root).as_posix()
+
+    def pick(files: list[tuple[str, int]]) -> tuple[str, ...]:
+        return tuple(encoders([name for name, _ in files], inside)[:1])
+
+    return next(iter(fetch_files(RepoName(repo), pick, progress=progress, endpoint=endpoint)), None)
 
 
 def offered(repo: str) -> list[GGUFSet]:

@@ -55,8 +55,14 @@ def drafts_beside(path: Path) -> list[Path]:
 
 def encoders_beside(path: Path) -> list[Path]:
     """Return the image encoders in the folder of a model, those of its name and the most precise first."""
-    files = (each.name for each in path.parent.iterdir() if each.is_file())
-    return [path.parent / name for name in encoders(files, path.name)]
+    # In the hub's cache a quantisation may have a folder of its own below the encoder's.
+    first, *above = path.absolute().parents
+    folders = [first, *above[: len(above) > 1 and above[1].name == "snapshots"]]
+    return [
+        folder / name
+        for folder in folders
+        for name in encoders((each.name for each in folder.iterdir() if each.is_file()), path.name)
+    ]
 
 
 def paired_draft(path: Path) -> Path | None:

@@ -103,6 +103,18 @@ def _recognised(file: "GGUFFile", names: list[str], repo: str | None = None) -> 
     return catalog.recognise(names, architecture=spec.architecture, **shape, repo=repo)
 
 
+def sees(path: Path) -> bool:
+    """Return whether a model takes images, if it has an image encoder."""
+    from bough.gguf.reader import GGUFFile
+    from bough.models.spec import ModelSpec
+
+    try:
+        with GGUFFile.open(path) as file:
+            return bool(ModelSpec.from_gguf(file).rope_sections)
+    except ModelFileError:
+        return False
+
+
 def with_encoder(file: "GGUFFile", config: EngineConfig) -> EngineConfig:
     """Return the settings with the file of the model's image encoder, if there is one that fits."""
     from bough.gguf.reader import GGUFFile
