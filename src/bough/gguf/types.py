@@ -41,6 +41,8 @@ class QuantType(IntEnum):
     NVFP4 = 40  # its matrices are multiplied by a tensor of their own, see models/weights.py
     Q1_0 = 41
     Q2_0 = 42  # in blocks of 64; older files have the same number for blocks of 128
+    PQ2_0 = 142  # of PrismML, as the next; gguf/rotation.py says in which files
+    PTQ1_0 = 143
 
     @property
     def block_elements(self) -> int:
@@ -90,5 +92,7 @@ _BLOCKS = {
     QuantType.NVFP4: (64, 36),
     QuantType.Q1_0: (128, 18),
     QuantType.Q2_0: (64, 18),
+    QuantType.PQ2_0: (128, 34),
+    QuantType.PTQ1_0: (128, 28),
     QuantType.I64: (1, 8),
 }

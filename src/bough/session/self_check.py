@@ -12,13 +12,13 @@ from bough.gguf.types import QuantType
 from bough.kernels.check.cases import Case, cases_of
 from bough.kernels.check.first_start import Verdict, decide
 from bough.kernels.check.shapes import Shapes
-from bough.kernels.quant_matmul import has_layout
 from bough.kernels.runtime import backends
 from bough.kernels.runtime import device as cards
 from bough.memory.estimate import draft_quant
 from bough.memory.planner import MemoryPlan
 from bough.models.dflash import open_draft
 from bough.models.step import SIZES, largest_padded
+from bough.models.weights import tile_type
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +30,8 @@ def shapes_of(file: GGUFFile, config: EngineConfig, plan: MemoryPlan) -> Shapes:
     """Return what decides the kernels of a model that is loaded by a plan."""
     spec, speculation = plan.estimate.spec, config.speculation
     matrices = [info for name, info in file.tensors.items() if _multiplied(name, info.shape, spec.tied_head)]
-    types = {info.type if has_layout(info.type) else QuantType.F16 for info in matrices}
-    routed = {info.type for name, info in file.tensors.items() if "_exps" in name and has_layout(info.type)}
+    types = {tile_type(info.type) for info in matrices}
+    routed = {tile_type(info.type) for name, info in file.tensors.items() if "_exps" in name}
     draft = None
     if speculation is not None and config.draft is not None:
         with open_draft(config.draft.path, spec, causal=config.draft.causal) as (draft_shape, _):

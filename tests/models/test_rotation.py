@@ -1,0 +1,203 @@
+"""Weights in a rotated basis: the logits of the same model without it, and refusals of what is not known."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bough.errors import UnsupportedModel
+from bough.gguf.reader import GGUFFile
+from bough.gguf.rotation import rotation_of
+from bough.gguf.types import QuantType
+from bough.kernels.hadamard import BlockRotation, reference
+from bough.models.decoder import Decoder
+from bough.models.spec import ModelSpec
+from tests.gguf_edit import edited
+from tests.models.rotated import EMBEDDING, PREFIX, Basis, hadamard, write_rotated
+from tests.models.test_biases import logits_of
+
+IDS = torch.arange(60, 90)
+CLOSE, FAR = 2e-5, 1e-2  # relative RMS: float32 in another order, and another function
+Q = QuantType
+
+
+def logits(path: Path, **options: Any) -> torch.Tensor:
+    with GGUFFile.open(path) as file, torch.inference_mode():
+        return logits_of(Decoder.load(file, **options), IDS).double()
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("block", [2, 32, 1024])
+def test_the_transform_is_that_of_the_matrix(block: int) -> None:
+    """In float64, and so are signs and order; restoring undoes it."""
+    generator = torch.Generator().manual_seed(block)
+    x = torch.randn(3, 2 * block, generator=generator, dtype=torch.float64)
+    signs = torch.randint(0, 2, (2 * block,), generator=generator) * 2.0 - 1
+    order = torch.randperm(2 * block, generator=generator)
+    matrix = torch.from_numpy(hadamard(block))
+    expected = ((x[:, order] * signs).view(3, 2, block) @ matrix).view(3, -1)
+    found = BlockRotation(signs.double(), order, block)(x)
+    assert (found - expected).abs().max() < 1e-12
+    assert torch.equal(found[:1], BlockRotation(signs.double(), order, block)(x[:1])), "a row alone"
+    in_order = BlockRotation(signs.double(), None, block)
+    assert (in_order.restored(in_order(x)) - x).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("expand", [True, False])
+@pytest.mark.parametrize("grouped", [True, False])
+@pytest.mark.parametrize("family", ["qwen35", "qwen3"])
+def test_logits_are_those_of_the_unrotated_model(
+    tiny_model: Callable[..., Path], tmp_path: Path, family: str, grouped: bool, expand: bool
+) -> None:
+    source = tiny_model(family, width=128, layers=4)
+    rotated, plain = write_rotated(source, tmp_path, block=32, grouped=grouped)
+    assert error(logits(plain), logits(source)) < CLOSE
+    assert error(logits(rotated, expand=expand), logits(plain)) < CLOSE
+
+
+@pytest.mark.parametrize("type", [Q.PQ2_0, Q.PTQ1_0, Q.Q2_0, Q.Q1_0], ids=lambda type: type.name)
+def test_ternary_weights_in_another_basis(
+    tiny_model: Callable[..., Path], tmp_path: Path, type: QuantType
+) -> None:
+    """Blocks of the rotation that are larger than those of the type, which are 64 or 128."""
+    source = tiny_model(width=512, layers=4)
+    rotated, plain = write_rotated(source, tmp_path, block=256, type=type)
+    expected = logits(plain)
+    for expand in (True, False):
+        assert error(logits(rotated, expand=expand), expected) < CLOSE
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return write_rotated(tiny_model(width=128, layers=4), tmp_path_factory.mktemp("pair"), block=32)
+
+
+def keys_of(path: Path) -> dict[str, Any]:
+    with GGUFFile.open(path) as file:
+        return {key: value for key, value in file.metadata.items() if key.startswith(PREFIX)}
+
+
+def test_every_tensor_and_every_key_counts(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """A name left out, another block size, other signs, other heads: never the same function."""
+    rotated, plain = pair
+    expected, keys = logits(plain), keys_of(rotated)
+    names = [
+        (key, name) for key in ("weight_names", "inverse_weight_names") for name in keys[f"{PREFIX}{key}"]
+    ]
+    assert len(names) > 20 and any(name == EMBEDDING for _, name in names)
+    mistakes: list[dict[str, Any]] = [
+        {f"{PREFIX}{key}": [other for other in keys[f"{PREFIX}{key}"] if other != name] or None}
+        for key, name in names
+    ]
+    signs = keys[f"{PREFIX}sign_values"]
+    mistakes += [
+        {f"{PREFIX}block_size": 16},
+        {f"{PREFIX}sign_values": [*signs[:-1], -signs[-1]]},
+        {f"{PREFIX}sign_values": signs[::-1]},
+        {f"{PREFIX}sign_mode": "identity", f"{PREFIX}sign_widths": None, f"{PREFIX}sign_values": None},
+        {f"{PREFIX}gdn_v_grouped": False},
+        dict.fromkeys(keys),
+    ]
+    for change in mistakes:
+        path = edited(rotated, tmp_path / "changed.gguf", keys=change)
+        assert error(logits(path), expected) > FAR / 10, change  # one sign of 256 is the smallest
+
+
+def test_the_wrong_side_is_another_function(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Signs after the transform, and an embedding that is rotated forth instead of back."""
+    rotated, plain = pair
+    expected = logits(plain)
+    for wrong in ("rotated", "restored"):
+        with monkeypatch.context() as patched:
+            if wrong == "rotated":
+                patched.setattr(
+                    BlockRotation, "__call__", lambda self, x: reference.restore(x, self.signs, self.block)
+                )
+            else:
+                patched.setattr(
+                    BlockRotation,
+                    "restored",
+                    lambda self, z: reference.rotate(z, self.signs, None, self.block),
+                )
+            assert error(logits(rotated), expected) > FAR, wrong
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 2}, "version is 2, needed 1"),
+        ({"version": None}, "version is 'missing'"),
+        ({"seed": 7}, r"key prism\.hadamard\.seed is not known"),
+        ({"transform": "dct"}, "transform is 'dct'"),
+        ({"axis": "output"}, "axis is 'output'"),
+        ({"sign_mode": "random"}, "sign_mode is 'random'"),
+        ({"block_size": 48}, "block_size is 48, needed a power of two"),
+        ({"block_size": 256}, "whose columns are blocks of 256"),
+        ({"block_size": "32"}, "block_size is '32'"),
+        ({"sign_widths": [128]}, "sign_values"),
+        ({"sign_widths": None}, "sign_widths is 'missing'"),
+        ({"sign_values": [0]}, "sign_values"),
+        ({"weight_names": ["blk.0.attn_q.weight", "blk.0.attn_q.weight"]}, "different names"),
+        ({"weight_names": ["blk.9.attn_q.weight"]}, r"blk\.9\.attn_q\.weight is missing"),
+        ({"weight_names": ["blk.0.ssm_conv1d.weight"]}, r"ssm_conv1d\.weight is not"),
+        ({"weight_names": [EMBEDDING]}, "weight_names"),
+        ({"inverse_weight_names": ["output.weight"]}, "inverse_weight_names"),
+        ({"gdn_v_grouped": 1}, "gdn_v_grouped is 1"),
+    ],
+)
+def test_what_is_not_known_is_refused(
+    pair: tuple[Path, Path], tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    changed = {f"{PREFIX}{key}": value for key, value in change.items()}
+    path = edited(pair[0], tmp_path / "changed.gguf", keys=changed)
+    with GGUFFile.open(path) as file, pytest.raises(UnsupportedModel, match=message):
+        ModelSpec.from_gguf(file)
+
+
+def test_other_keys_of_the_publisher_and_a_tied_head_are_refused(
+    tiny_model: Callable[..., Path], pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    path = edited(pair[0], tmp_path / "key.gguf", keys={"prism.quant.recipe": "x"})
+    with GGUFFile.open(path) as file, pytest.raises(UnsupportedModel, match=r"prism\.quant\.recipe"):
+        rotation_of(file)
+    tied = edited(pair[0], tmp_path / "tied.gguf", without=("output.weight",))
+    with GGUFFile.open(tied) as file, pytest.raises(UnsupportedModel, match="whose embedding is its head"):
+        rotation_of(file)
+
+
+@pytest.mark.parametrize(
+    ("name", "accepted"),
+    [
+        ("Ternary-Bonsai-8B-PQ2_0", True),
+        ("Bonsai-27B-PQ2_0", True),
+        ("Ternary-Bonsai-2-27B-PQ2_0", False),
+        ("Qwen3-4B-PQ2_0", False),
+    ],
+)
+def test_private_types_without_keys(
+    tiny_model: Callable[..., Path], tmp_path: Path, name: str, accepted: bool
+) -> None:
+    """Only in files of a model that had them before the rotation."""
+    rotated, plain = write_rotated(
+        tiny_model("qwen3", width=512, layers=2), tmp_path, block=256, type=Q.PQ2_0
+    )
+    path = edited(rotated, tmp_path / f"{name}.gguf", keys=dict.fromkeys(keys_of(rotated)))
+    if accepted:
+        assert error(logits(path), logits(plain)) > FAR  # of weights in the usual basis
+    else:
+        with GGUFFile.open(path) as file, pytest.raises(UnsupportedModel, match="PQ2_0"):
+            ModelSpec.from_gguf(file)
+
+
+def test_signs_are_by_width_and_order_by_heads() -> None:
+    """Value head v reads with key head v % keys: tiled, key heads are together in strides of their count."""
+    basis = Basis(4, heads=(2, 6))
+    weight = np.arange(48.0).reshape(1, 48)
+    assert np.allclose(basis.unfold("ssm_out", basis.fold("ssm_out", weight)), weight)
+    assert not np.allclose(basis.fold("ssm_out", weight), basis.fold("attn_q", weight))
