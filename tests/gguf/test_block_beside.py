@@ -8,9 +8,11 @@ import pytest
 
 from bough.errors import BadGGUF
 from bough.gguf.reader import GGUFFile
+from bough.gguf.rotation import rotation_of
 from bough.models.decoder import Decoder
 from bough.models.spec import ModelSpec, has_mtp
 from tests.gguf_edit import edited
+from tests.models.rotated import write_rotated
 
 COUNT, LAYERS = "qwen35.nextn_predict_layers", "qwen35.block_count"
 
@@ -51,4 +53,26 @@ def test_a_block_that_does_not_fit_is_refused(tiny_model: Callable[..., Path], t
     trunk = cut(tiny_model(mtp=True), tmp_path)
     edited(tiny_model(mtp=True, layers=4), tmp_path / "mtp-Tiny-Q4_0.gguf")
     with pytest.raises(BadGGUF, match=r"mtp-Tiny-Q4_0.gguf: .* are \('qwen35', 64, 5, 1\), needed"):
+        GGUFFile.open(trunk)
+
+
+def test_a_block_in_the_basis_of_its_model(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """Both files name their own rotated weights; another basis is refused."""
+    rotated, plain = write_rotated(tiny_model(width=128, layers=4, mtp=True), tmp_path, block=32)
+    trunk, names = cut(rotated, tmp_path), "prism.hadamard.weight_names"
+    with GGUFFile.open(rotated) as file:
+        listed = file.metadata[names]
+    ours = [name for name in listed if not name.startswith("blk.4.")]
+    assert 0 < len(ours) < len(listed)
+    edited(trunk, tmp_path / "trunk.gguf", keys={names: ours}).replace(trunk)
+    with GGUFFile.open(trunk) as file, GGUFFile.open(rotated) as expected:
+        assert rotation_of(file).names == rotation_of(expected).names
+        assert set(file.tensors) == set(expected.tensors)
+    block = tmp_path / "mtp-Tiny-Q4_0.gguf"
+    edited(block, tmp_path / "block.gguf", keys={"prism.hadamard.block_size": 16}).replace(block)
+    with pytest.raises(BadGGUF, match=r"block_size is 16, needed 32 as in Tiny-Q8_0\.gguf"):
+        GGUFFile.open(trunk)
+    cut(plain, tmp_path)
+    edited(rotated, block)
+    with pytest.raises(BadGGUF, match="is 1, needed 'none'"):
         GGUFFile.open(trunk)

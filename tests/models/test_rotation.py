@@ -13,11 +13,22 @@ from bough.gguf.reader import GGUFFile
 from bough.gguf.rotation import rotation_of
 from bough.gguf.types import QuantType
 from bough.kernels.hadamard import BlockRotation, reference
+from bough.kernels.kv_cache.format import FORMATS
 from bough.models.decoder import Decoder
+from bough.models.dflash import DFlashDraft, open_draft
+from bough.models.measure import measured
+from bough.models.mtp import MTPBlock
+from bough.models.native import native_gap
+from bough.models.native_draft import draft_gap
 from bough.models.spec import ModelSpec
+from bough.models.weights import WeightLoader
+from bough.state.draft_ring import mtp_buffers
 from tests.gguf_edit import edited
+from tests.kernels.native_library import needs_native
 from tests.models.rotated import EMBEDDING, PREFIX, Basis, hadamard, write_rotated
 from tests.models.test_biases import logits_of
+from tests.models.test_native import Run, compare_rows, loaded, story
+from tests.tiny_draft import draft_config, draft_tensors, gguf_metadata, poisoned, random_rows, save_gguf
 
 IDS = torch.arange(60, 90)
 CLOSE, FAR = 2e-5, 1e-2  # relative RMS: float32 in another order, and another function
@@ -201,3 +212,88 @@ def test_signs_are_by_width_and_order_by_heads() -> None:
     weight = np.arange(48.0).reshape(1, 48)
     assert np.allclose(basis.unfold("ssm_out", basis.fold("ssm_out", weight)), weight)
     assert not np.allclose(basis.fold("ssm_out", weight), basis.fold("attn_q", weight))
+
+
+def published(tiny_model: Callable[..., Path], folder: Path, type: QuantType) -> tuple[Path, Path]:
+    """A model in the published mix, all matrices in one type but two of a delta layer, and it unrotated."""
+    return write_rotated(tiny_model(width=512, layers=4), folder, block=256, type=type)
+
+
+@needs_native
+@torch.inference_mode()
+@pytest.mark.parametrize("type", [Q.PQ2_0, Q.PTQ1_0], ids=lambda type: type.name)
+def test_native_code_is_near_the_unrotated_reference(
+    tiny_model: Callable[..., Path], tmp_path: Path, type: QuantType
+) -> None:
+    """Chunks, trees, commits and taps; a row has the same bits alone and in trees."""
+    rotated, plain = published(tiny_model, tmp_path, type)
+    with GGUFFile.open(rotated) as file:
+        assert native_gap(file, ModelSpec.from_gguf(file), (FORMATS["f32"],) * 2) is None
+    for expected, found in zip(story(loaded(plain)), story(loaded(rotated, threads=2)), strict=True):
+        assert (found - expected).norm() <= 1e-3 * expected.norm() + 1e-30  # activations in 16 bits
+    alone, wide = Run(loaded(rotated, threads=1)), Run(loaded(rotated, threads=3))
+    compare_rows(alone, wide, 60, chunk=33, seed=3)
+
+
+@needs_native
+def test_native_code_leaves_other_mixtures_to_torch(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """Floats in the basis, and quantised matrices that are not."""
+    with GGUFFile.open(pair[0]) as file:
+        gap = native_gap(file, ModelSpec.from_gguf(file), (FORMATS["f32"],) * 2)
+        assert gap is not None and "in F32 is rotated" in gap
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("type", [Q.PQ2_0, Q.PTQ1_0, Q.Q2_0, Q.Q1_0], ids=lambda type: type.name)
+def test_in_tiles(tiny_model: Callable[..., Path], tmp_path: Path, type: QuantType) -> None:
+    """As on a GPU: in Q4_0, neighbours joined where they are in one basis; the plan counts them so."""
+    rotated, plain = published(tiny_model, tmp_path, type)
+    device = torch.device("cpu")
+    with GGUFFile.open(rotated) as file:
+        spec, loader = ModelSpec.from_gguf(file), WeightLoader(file, device=device, tiles=True)
+        found = logits_of(Decoder(spec, loader, device), IDS).double()
+        plan = measured(file, lambda loader: Decoder(spec, loader, device))
+        names = [name for name in rotation_of(file).names if name != EMBEDDING]
+        extra = sum(file.tensors[name].elements * 18 // 32 - file.tensors[name].nbytes for name in names)
+    assert error(found, logits(plain)) < 1e-3  # alpha and beta in float16
+    assert loader.widened == plan.widened and set(plan.widened) == {type}
+    # Rows are filled up to 128: those of this model are few.
+    assert extra <= plan.widened[type] <= 1.1 * extra
+
+
+@torch.inference_mode()
+def test_the_mtp_block_in_another_basis(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """With the target's embedding and head, which are rotated, too: its outputs and their logits."""
+    source = tiny_model(width=128, layers=4, mtp=True)
+    outputs = []
+    for path in write_rotated(source, tmp_path, block=32):
+        with GGUFFile.open(path) as file:
+            target = Decoder.load(file)
+            assert any("nextn.eh_proj" in name for name in file.tensors)
+            block = MTPBlock.load(file, target.spec, device=target.device, dtype=torch.float32)
+        buffers = mtp_buffers(target.spec, max_ctx=64)
+        slots, ids = torch.tensor([0]), torch.arange(60, 72)
+        hidden = torch.randn(1, 12, 128, generator=torch.Generator().manual_seed(0))
+        block.append(torch.cat([target.embed(ids)[None], hidden], -1), slots, buffers)
+        x = block.fuse(target.embed(ids[:1])[None], block.newest_hidden(slots, buffers))
+        rows, _ = block.step(x, None, slots, buffers)
+        outputs.append(torch.cat([rows.flatten(), target.draft_logits(rows).flatten()]).double())
+    assert error(*outputs) < CLOSE
+
+
+@torch.inference_mode()
+def test_a_draft_in_another_basis(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """A DFlash draft whose file has keys of its own."""
+    with GGUFFile.open(tiny_model("qwen3", layers=12)) as file:
+        target = ModelSpec.from_gguf(file)
+    config = draft_config(target)
+    source = save_gguf(tmp_path / "draft.gguf", gguf_metadata(config), draft_tensors(config))
+    outputs = []
+    for path in write_rotated(source, tmp_path, block=16):
+        with open_draft(path, target) as (spec, file):
+            assert (draft_gap(file, spec) is None) == (rotation_of(file) is None)
+        draft = DFlashDraft.load(path, target)
+        buffers, slot = poisoned(draft), torch.zeros(1, dtype=torch.int64)
+        draft.append(random_rows(1, 45, 3 * target.width), slot, buffers)
+        outputs.append(draft.block(random_rows(1, 16, target.width), slot, buffers).double())
+    assert error(*outputs) < CLOSE

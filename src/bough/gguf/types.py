@@ -2,10 +2,10 @@
 
 from enum import IntEnum
 
-# Types of weights that native CPU code multiplies, in the order of its C enumeration.
+# Types of weights that native CPU code multiplies, in the order of its C enumerations.
 NATIVE_TYPES = (
-    *("Q8_0", "Q4_K", "Q5_K", "Q6_K", "Q5_0", "Q4_0", "IQ4_NL", "IQ4_XS"),
-    *("F16", "BF16", "F32"),
+    *("Q8_0", "Q4_K", "Q5_K", "Q6_K", "Q5_0", "Q4_0", "IQ4_NL", "IQ4_XS", "Q2_0"),
+    *("F16", "BF16", "F32", "PQ2_0", "PTQ1_0", "Q1_0"),
 )
 
 

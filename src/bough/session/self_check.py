@@ -8,6 +8,7 @@ import torch
 
 from bough.config import EngineConfig
 from bough.gguf.reader import GGUFFile
+from bough.gguf.rotation import rotation_of
 from bough.gguf.types import QuantType
 from bough.kernels.check.cases import Case, cases_of
 from bough.kernels.check.first_start import Verdict, decide
@@ -58,6 +59,7 @@ def shapes_of(file: GGUFFile, config: EngineConfig, plan: MemoryPlan) -> Shapes:
         eps=spec.eps,
         window=config.window,
         host_embedding=plan.host_embedding,
+        rotation=None if (rotated := rotation_of(file)) is None else rotated.block,
         sequences=plan.sequences,
     )
 

@@ -25,7 +25,7 @@ def _transform_kernel(
         values = values * sign
     for level in tl.static_range(LEVELS):
         other = tl.gather(values, place ^ (1 << level), 0)
-        values = tl.where((place >> level) & 1, other - values, values + other)
+        values = tl.where(((place >> level) & 1) == 1, other - values, values + other)
     values = values * scale
     if RESTORE:
         values = values * sign
