@@ -35,7 +35,7 @@ class Basis:
     seed: int = 0
     signs: dict[int, np.ndarray] = field(default_factory=dict)
 
-    def _signs(self, columns: int) -> np.ndarray:
+    def signs_of(self, columns: int) -> np.ndarray:
         random = np.random.default_rng(self.seed + columns)
         return self.signs.setdefault(columns, random.choice([-1.0, 1.0], columns))
 
@@ -51,7 +51,7 @@ class Basis:
     def fold(self, name: str, weight: np.ndarray) -> np.ndarray:
         """Return a weight as it is stored."""
         columns = weight.shape[1]
-        signed = weight.astype(np.float64)[:, self._grouped(name, columns)] * self._signs(columns)
+        signed = weight.astype(np.float64)[:, self._grouped(name, columns)] * self.signs_of(columns)
         return (signed.reshape(len(weight), -1, self.block) @ hadamard(self.block)).reshape(weight.shape)
 
     def unfold(self, name: str, stored: np.ndarray) -> np.ndarray:
@@ -61,7 +61,7 @@ class Basis:
         weight = np.empty(stored.shape)
         weight[:, self._grouped(name, columns)] = (blocks @ hadamard(self.block)).reshape(stored.shape)
         signs = np.empty(columns)
-        signs[self._grouped(name, columns)] = self._signs(columns)
+        signs[self._grouped(name, columns)] = self.signs_of(columns)
         return weight * signs
 
     def keys(self, names: list[str]) -> dict[str, Any]:

@@ -62,6 +62,27 @@ class QuantType(IntEnum):
         return elements // self.block_elements * self.block_bytes
 
 
+# Values of d times -1, 0, 1 or 2: native CPU code holds them in 2 bits with a float16 scale for each 32.
+TWO_BITS = (QuantType.Q1_0, QuantType.Q2_0, QuantType.PQ2_0, QuantType.PTQ1_0)
+TWO_BITS_PACKED = 2.5
+# Types whose tiles on a GPU have the codes of their blocks.
+TILE_TYPES = tuple(
+    QuantType[name]
+    for name in (
+        *("Q4_K", "Q5_K", "Q6_K", "Q3_K", "IQ4_XS", "Q8_0", "Q4_0", "Q5_0", "IQ4_NL", "MXFP4"),
+        *("Q4_1", "Q5_1"),
+    )
+)
+
+
+def tile_type(type: QuantType) -> QuantType:
+    """Return the type as which a matrix of this one is multiplied on a GPU.
+
+    Of 1 and 2 bits it is Q4_0, whose codes and scales hold the same values; of others without tiles float16.
+    """
+    return type if type in TILE_TYPES else QuantType.Q4_0 if type in TWO_BITS else QuantType.F16
+
+
 # elements and bytes of one block
 _BLOCKS = {
     QuantType.F32: (1, 4),

@@ -17,7 +17,7 @@ import torch
 from bough.config import EngineConfig
 from bough.errors import ResourceError, UsageError
 from bough.gguf.reader import GGUFFile
-from bough.gguf.types import QuantType
+from bough.gguf.types import QuantType, tile_type
 from bough.kernels.kv_cache.format import BLOCK, FORMATS
 from bough.kernels.tree import MAX_ROWS
 from bough.memory.device import (
@@ -39,7 +39,6 @@ from bough.memory.estimate import (
 )
 from bough.models.native import native_gap
 from bough.models.spec import ModelSpec
-from bough.models.weights import tile_type
 
 # K and V formats that "auto" chooses from on a GPU, best first.
 AUTO_FORMATS: tuple[tuple[str, str], ...] = (

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from bough.gguf.reader import GGUFFile
-from bough.gguf.types import QuantType
+from bough.gguf.types import QuantType, tile_type
 from bough.kernels.quant_matmul import PackedWeight
 from bough.models.decoder import Block
 from bough.models.measure import MeasuringLoader
 from bough.models.spec import ModelSpec
-from bough.models.weights import Projections, tile_type
+from bough.models.weights import Projections
 
 
 def layer_matmuls(file: GGUFFile) -> list[tuple[Sequence[tuple[QuantType, int]], int]]:

@@ -15,7 +15,7 @@ from bough.errors import ModelFileError, UnsupportedModel
 from bough.gguf.quants import dequantise, to_q4_0
 from bough.gguf.reader import TensorInfo
 from bough.gguf.rotation import rotation_of
-from bough.gguf.types import QuantType
+from bough.gguf.types import TWO_BITS, QuantType, tile_type
 from bough.kernels.embedding import embed
 from bough.kernels.experts import ExpertStack, padded
 from bough.kernels.gather_rows import gather_rows
@@ -43,15 +43,6 @@ Progress = Callable[[int, int], None]  # bytes done, bytes in all
 # Smaller matrices stay in 16 bits for int8 prefill: they cost little time, and two of them, a delta layer's
 # alpha and beta, decide how long its state lasts.
 INT8_MIN_ROWS = 256
-_REPACKED = (QuantType.Q1_0, QuantType.Q2_0, QuantType.PQ2_0, QuantType.PTQ1_0)
-
-
-def tile_type(type: QuantType) -> QuantType:
-    """Return the type whose kernels multiply a matrix of this one on a GPU.
-
-    Of 1 and 2 bits it is Q4_0, whose codes and scales hold the same values, until tiles have codes of 2 bits.
-    """
-    return type if has_layout(type) else QuantType.Q4_0 if type in _REPACKED else QuantType.F16
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,7 +375,7 @@ class WeightLoader:
 
     def embedding(self, name: str, rows: int, columns: int) -> Embedding:
         info = self._file.require_tensor(name, (rows, columns))
-        type = info.type if info.type in _REPACKED else self._loaded_type(name)  # its rows are not multiplied
+        type = info.type if info.type in TWO_BITS else self._loaded_type(name)  # its rows are not multiplied
         return Embedding(self._weight(name, type, pinned=self._host_embedding), type, self._rotation(name))
 
     def _require_vector(self, name: str, shape: tuple[int, ...]) -> TensorInfo:
@@ -396,7 +387,7 @@ class WeightLoader:
         type = self._file.tensors[name].type
         if type is QuantType.NVFP4:
             return QuantType.F32 if self._expand else QuantType.F16
-        return tile_type(type) if self._tiles and type in _REPACKED else type
+        return tile_type(type) if self._tiles and type in TWO_BITS else type
 
     def _weight(self, name: str, type: QuantType | None = None, *, pinned: bool = False) -> Tensor:
         """Return the rows of a matrix in its loaded type, or another: of NVFP4, times the scale beside it."""

@@ -9,7 +9,7 @@ import torch
 from bough.config import EngineConfig
 from bough.gguf.reader import GGUFFile
 from bough.gguf.rotation import rotation_of
-from bough.gguf.types import QuantType
+from bough.gguf.types import QuantType, tile_type
 from bough.kernels.check.cases import Case, cases_of
 from bough.kernels.check.first_start import Verdict, decide
 from bough.kernels.check.shapes import Shapes
@@ -19,7 +19,6 @@ from bough.memory.estimate import draft_quant
 from bough.memory.planner import MemoryPlan
 from bough.models.dflash import open_draft
 from bough.models.step import SIZES, largest_padded
-from bough.models.weights import tile_type
 
 log = logging.getLogger(__name__)
 
