@@ -10,7 +10,7 @@ import torch
 
 from bough.errors import UnsupportedModel
 from bough.gguf.reader import GGUFFile
-from bough.gguf.rotation import rotation_of
+from bough.gguf.rotation import require_usual_basis, rotation_of
 from bough.gguf.types import QuantType
 from bough.kernels.hadamard import BlockRotation, reference
 from bough.kernels.kv_cache.format import FORMATS
@@ -29,6 +29,7 @@ from tests.models.rotated import EMBEDDING, PREFIX, Basis, hadamard, write_rotat
 from tests.models.test_biases import logits_of
 from tests.models.test_native import Run, compare_rows, loaded, story
 from tests.tiny_draft import draft_config, draft_tensors, gguf_metadata, poisoned, random_rows, save_gguf
+from workshop.grow.grow import grow
 
 IDS = torch.arange(60, 90)
 CLOSE, FAR = 2e-5, 1e-2  # relative RMS: float32 in another order, and another function
@@ -297,3 +298,12 @@ def test_a_draft_in_another_basis(tiny_model: Callable[..., Path], tmp_path: Pat
         draft.append(random_rows(1, 45, 3 * target.width), slot, buffers)
         outputs.append(draft.block(random_rows(1, 16, target.width), slot, buffers).double())
     assert error(*outputs) < CLOSE
+
+
+def test_what_copies_weights_as_they_are_stored_refuses(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    with GGUFFile.open(pair[0]) as file:
+        require_usual_basis(file, ["blk.0.attn_norm.weight"])
+        with pytest.raises(UnsupportedModel, match=r"blk\.0\.ffn_up\.weight is in a rotated basis"):
+            require_usual_basis(file, ["blk.0.ffn_up.weight", "blk.1.ffn_up.weight"])
+    with pytest.raises(UnsupportedModel, match="is in a rotated basis"):
+        grow(tmp_path / "grown", target=pair[0])

@@ -6,7 +6,7 @@ H (s * x), and a row of an embedding table is s * (H z). A loader that ignored i
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -91,6 +91,16 @@ def rotation_of(file: _File) -> RotatedWeights | None:
         if signs and info.shape[1] not in signs:
             keys.refuse("sign_widths", f"the {info.shape[1]} columns of {name} among them")
     return RotatedWeights(names, block, signs, _grouped(keys, names))
+
+
+def require_usual_basis(file: _File, names: Collection[str]) -> None:
+    """Raise if one of these tensors is rotated, for what copies or trains weights as they are stored."""
+    rotation = rotation_of(file)
+    if rotation is not None and (rotated := rotation.names.intersection(names)):
+        raise UnsupportedModel(
+            f"{file.path}: tensor {min(rotated)} is in a rotated basis, needed: weights in the usual one",
+            "choose a file of an unrotated model",
+        )
 
 
 def _check_private_types(file: _File) -> None:

@@ -1,17 +1,16 @@
 """A target's file with a trained MTP block, and the block read back from it."""
 
 import shutil
-from collections.abc import Collection
 from pathlib import Path
 
 import torch
 
-from bough.errors import ResourceError, UnsupportedModel
+from bough.errors import ResourceError
 from bough.gguf.header import ValueType
 from bough.gguf.quantise import quantise
 from bough.gguf.quants import dequantise
 from bough.gguf.reader import GGUFFile
-from bough.gguf.rotation import rotation_of
+from bough.gguf.rotation import require_usual_basis
 from bough.gguf.writer import GGUFWriter
 from bough.models.mtp import MTPBlock
 from bough.models.spec import ModelSpec
@@ -34,7 +33,7 @@ def export_mtp(path: Path, target: Path, model: TrainedMTP) -> None:
             )
         prefix, layers = file.architecture, len(ModelSpec.from_gguf(file).layers)
         counts = {f"{prefix}.block_count": layers + 1, f"{prefix}.nextn_predict_layers": 1}
-        _check_basis(file, tensors)
+        require_usual_basis(file, tensors)
         infos = {name: info for name, info in file.tensors.items() if name not in tensors}
         with GGUFWriter(path, file.architecture) as writer:
             for key, value in {**file.metadata, **counts}.items():
@@ -51,16 +50,6 @@ def export_mtp(path: Path, target: Path, model: TrainedMTP) -> None:
                 writer.write_tensor(name, quantise(tensor, tensor_type(tensor)).numpy())
 
 
-def _check_basis(file: GGUFFile, tensors: Collection[str]) -> None:
-    """Refuse a file whose own block is rotated: a trained one is not."""
-    rotation = rotation_of(file)
-    if rotation is not None and (names := rotation.names.intersection(tensors)):
-        raise UnsupportedModel(
-            f"{file.path}: tensor {min(names)} is in a rotated basis, needed an MTP block that is not",
-            "train for the model without its block",
-        )
-
-
 def load_block(path: Path, device: torch.device, dtype: torch.dtype) -> MTPBlock:
     with GGUFFile.open(path) as file:
         return MTPBlock.load(file, ModelSpec.from_gguf(file), device=device, dtype=dtype)
@@ -70,7 +59,7 @@ def load_block(path: Path, device: torch.device, dtype: torch.dtype) -> MTPBlock
 def read_block(path: Path, model: TrainedMTP) -> None:
     """Set a model's weights to those of a file, quantised as they are there."""
     with GGUFFile.open(path) as file:
-        _check_basis(file, model.tensors())
+        require_usual_basis(file, model.tensors())
         for name, tensor in model.tensors().items():
             info = file.require_tensor(name, tuple(tensor.shape))
             raw = torch.from_numpy(file.raw(name).copy())
