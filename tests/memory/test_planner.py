@@ -367,7 +367,7 @@ def test_head_sizes_without_whole_blocks_stay_in_16_bits(planner_27b: MemoryPlan
 def test_types_without_a_kernel_are_named(planner_27b: MemoryPlanner) -> None:
     estimate: MemoryEstimate = replace(planner_27b.estimate, widened={"Q2_K": 3 * GIB, "IQ2_XS": GIB})
     (note,) = replace(planner_27b, estimate=estimate, budget=assumed_budget(80 * GIB)).plan().notes()
-    assert "Q2_K, IQ2_XS" in note and "4.00 GiB" in note
+    assert "Q2_K (held as F16), IQ2_XS (held as F16)" in note and "4.00 GiB" in note
     assert on(planner_27b, 80).plan().notes() == []
 
 
