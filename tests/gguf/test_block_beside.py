@@ -29,15 +29,16 @@ def cut(whole: Path, folder: Path, block: str = "mtp-Tiny-Q4_0.gguf") -> Path:
     return trunk
 
 
-def test_the_block_is_part_of_the_model(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("quant", ["Q4_0", "PQ2_0", "PTQ1_0"])
+def test_the_block_is_part_of_the_model(tiny_model: Callable[..., Path], tmp_path: Path, quant: str) -> None:
     whole = tiny_model(mtp=True)
-    trunk = cut(whole, tmp_path)
+    trunk = cut(whole, tmp_path, f"mtp-Tiny-{quant}.gguf")
     with GGUFFile.open(trunk) as file, GGUFFile.open(whole) as expected:
         assert dict(file.metadata) == dict(expected.metadata) and set(file.tensors) == set(expected.tensors)
         assert all(np.array_equal(file.raw(name), expected.raw(name)) for name in file.tensors)
         assert has_mtp(file, ModelSpec.from_gguf(file))
         assert Decoder.load(file).spec.mtp_layers == 1
-    with GGUFFile.open(tmp_path / "mtp-Tiny-Q4_0.gguf") as file:
+    with GGUFFile.open(tmp_path / f"mtp-Tiny-{quant}.gguf") as file:
         assert len(file.paths) == 1
 
 

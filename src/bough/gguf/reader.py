@@ -21,7 +21,7 @@ from bough.gguf.rotation import NAMES, PREFIX
 
 _SPLIT_NAME = re.compile(r"(?P<stem>.+)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})\.gguf")
 _BLOCK = "mtp-"  # before the name of a file that holds a model's MTP block
-_QUANT = re.compile(r"[-_.](?:UD-)?(?:I?Q[1-9]|TQ[12]|BF16|F16|F32|MXFP4|NVFP4|gguf)", re.IGNORECASE)
+_QUANT = re.compile(r"[-_.](?:UD-)?(?:[IP]?Q[1-9]|P?TQ[12]|BF16|F16|F32|MXFP4|NVFP4|gguf)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
