@@ -1,7 +1,8 @@
 """MTP blocks that lie in a file beside the model's."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,14 +18,18 @@ from tests.models.rotated import write_rotated
 COUNT, LAYERS = "qwen35.nextn_predict_layers", "qwen35.block_count"
 
 
-def cut(whole: Path, folder: Path, block: str = "mtp-Tiny-Q4_0.gguf") -> Path:
+def cut(
+    whole: Path, folder: Path, block: str = "mtp-Tiny-Q4_0.gguf", keys: Mapping[str, Any] | None = None
+) -> Path:
     """Cut a model into its trunk and a file with the block, an embedding and a norm; return the trunk."""
     with GGUFFile.open(whole) as file:
         depth = file.metadata[LAYERS] - 1
         names = [name for name in file.tensors if name.startswith(f"blk.{depth}.")]
         ours = (*names, "token_embd.weight", "output_norm.weight")
         others = [name for name in file.tensors if name not in ours]
-    trunk = edited(whole, folder / "Tiny-Q8_0.gguf", keys={LAYERS: depth, COUNT: None}, without=names)
+    trunk = edited(
+        whole, folder / "Tiny-Q8_0.gguf", keys={LAYERS: depth, COUNT: None, **(keys or {})}, without=names
+    )
     edited(whole, folder / block, without=others)
     return trunk
 
@@ -60,12 +65,12 @@ def test_a_block_that_does_not_fit_is_refused(tiny_model: Callable[..., Path], t
 def test_a_block_in_the_basis_of_its_model(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     """Both files name their own rotated weights; another basis is refused."""
     rotated, plain = write_rotated(tiny_model(width=128, layers=4, mtp=True), tmp_path, block=32)
-    trunk, names = cut(rotated, tmp_path), "prism.hadamard.weight_names"
+    names = "prism.hadamard.weight_names"
     with GGUFFile.open(rotated) as file:
         listed = file.metadata[names]
     ours = [name for name in listed if not name.startswith("blk.4.")]
     assert 0 < len(ours) < len(listed)
-    edited(trunk, tmp_path / "trunk.gguf", keys={names: ours}).replace(trunk)
+    trunk = cut(rotated, tmp_path, keys={names: ours})
     with GGUFFile.open(trunk) as file, GGUFFile.open(rotated) as expected:
         assert rotation_of(file).names == rotation_of(expected).names
         assert set(file.tensors) == set(expected.tensors)
