@@ -5,24 +5,36 @@ from pathlib import Path
 import pytest
 
 from bough.bench import predict, share
-from bough.bench.predict import CARDS, MEASURED_BYTES, READABLE, SHARES, card_named, lines, step_ms
+from bough.bench.predict import (
+    CARDS,
+    DENSE,
+    EXPERTS,
+    READABLE,
+    SHARES,
+    MeasuredModel,
+    card_named,
+    lines,
+    step_ms,
+)
 from bough.config import EngineConfig, SpecConfig
 from bough.errors import UsageError
 from bough.session.loading import load_session
 
 
-def test_the_measured_card_is_predicted_as_it_was_measured() -> None:
-    for rows, share_of_bandwidth in SHARES.items():
-        found = step_ms(MEASURED_BYTES, rows, CARDS["H200"] * 1e9 * READABLE)
-        measured = 1000 * MEASURED_BYTES / 4347e9 / share_of_bandwidth
-        assert found.low == pytest.approx(measured) and found.high == pytest.approx(measured)
+@pytest.mark.parametrize("like", [DENSE, EXPERTS])
+def test_the_measured_card_is_predicted_as_it_was_measured(like: MeasuredModel) -> None:
+    for rows, share_of_bandwidth in like.shares.items():
+        moved = 1e9 * like.gigabytes[rows]
+        time = step_ms(moved, rows, CARDS["H200"] * 1e9 * READABLE, layers=like.layers, like=like)
+        measured = 1000 * moved / 4347e9 / share_of_bandwidth
+        assert time.low == pytest.approx(measured) and time.high == pytest.approx(measured)
 
 
 def test_a_slower_card_is_between_the_two_models() -> None:
-    bandwidth = CARDS["RTX 3090"] * 1e9 * READABLE
-    found = step_ms(MEASURED_BYTES, 1, bandwidth)
-    floor = 1000 * MEASURED_BYTES / bandwidth
-    assert floor < found.low < found.high == pytest.approx(floor / SHARES[1])
+    bandwidth, moved = CARDS["RTX 3090"] * 1e9 * READABLE, 1e9 * DENSE.gigabytes[1]
+    time = step_ms(moved, 1, bandwidth, layers=64)
+    floor = 1000 * moved / bandwidth
+    assert floor < time.low < time.high == pytest.approx(floor / SHARES[1])
     # A model of few bytes is bound by the rest, which is that of its layers.
     small = [step_ms(1e7, 1, bandwidth, layers=layers).high for layers in (16, 64)]
     assert small[1] > 3 * small[0] > 0.5

@@ -5,6 +5,7 @@ on the H200, and all the rest takes as long for a layer as there. In the higher 
 H200's share, where that is slower. A card with slow tensor cores may be slower still with many rows.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,25 @@ READABLE = 4347 / 4800
 # read bandwidth that a forward pass reaches, by rows, and that of its matmuls alone; 16 rows interpolated.
 SHARES = {1: 0.603, 8: 0.592, 16: 0.507, 24: 0.451, 32: 0.398}
 MATMUL_SHARES = {1: 0.80, 8: 0.80, 16: 0.70, 24: 0.64, 32: 0.61}
-MEASURED_BYTES, MEASURED_SPEED, MEASURED_LAYERS = 16.754e9, 4347e9, 64
+MEASURED_SPEED = 4347e9
 # The draft of that run took 1.18 ms for 2.87 GB: its weights and the target's head.
 DRAFT_SHARE = 0.56
 LENGTHS = (4, 6, 8)  # acceptance lengths
 CONTEXT = 256
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredModel:
+    """Forward passes on an H200 by rows: gigabytes that they read, the share of bandwidth they reached."""
+
+    layers: int
+    gigabytes: Mapping[int, float]
+    shares: Mapping[int, float]
+
+
+DENSE = MeasuredModel(64, dict.fromkeys(SHARES, 16.754), SHARES)
+# 35B-A3B in Q4_K_M (benchmarks/results/moe.jsonl, commit 92630cb): routing and grouping take most of a step.
+EXPERTS = MeasuredModel(40, {1: 2.204, 8: 4.935, 24: 8.424}, {1: 0.189, 8: 0.283, 24: 0.309})
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +71,11 @@ def _plain(name: str) -> str:
     return "".join(letter for letter in name.lower() if letter.isalnum()).removeprefix("nvidia")
 
 
-def step_ms(moved: float, rows: int, bandwidth: float, *, layers: int = MEASURED_LAYERS) -> Range:
+def step_ms(moved: float, rows: int, bandwidth: float, *, layers: int, like: MeasuredModel = DENSE) -> Range:
     """Return the time of a forward pass that reads `moved` bytes at a card's `bandwidth`, bytes a second."""
-    whole, matmuls = SHARES[rows], MATMUL_SHARES[rows]
-    rest = 1000 * MEASURED_BYTES / MEASURED_SPEED * (1 / whole - 1 / matmuls) * layers / MEASURED_LAYERS
+    whole, matmuls = like.shares[rows], MATMUL_SHARES[rows]
+    measured = 1e12 * like.gigabytes[rows] / MEASURED_SPEED
+    rest = measured * (1 / whole - 1 / matmuls) * layers / like.layers
     floor = 1000 * moved / bandwidth
     low = floor / matmuls + rest
     return Range(low, max(low, floor / whole))
@@ -77,7 +93,8 @@ def predict(path: Path, config: EngineConfig, card: str) -> dict[str, Any]:
     if "draft" in estimate.parts:
         time = 1000 * (estimate.parts["draft"] + head) / (bandwidth * DRAFT_SHARE)
         draft = Range(time, time)
-    sizes = [_size(estimate, rows, bandwidth, draft) for rows in SHARES]
+    like = DENSE if spec.experts is None else EXPERTS
+    sizes = [_size(estimate, rows, bandwidth, draft, like) for rows in like.shares]
     return {
         "what": "prediction",
         "model": path.name,
@@ -89,9 +106,11 @@ def predict(path: Path, config: EngineConfig, card: str) -> dict[str, Any]:
     }
 
 
-def _size(estimate: MemoryEstimate, rows: int, bandwidth: float, draft: Range) -> dict[str, Any]:
+def _size(
+    estimate: MemoryEstimate, rows: int, bandwidth: float, draft: Range, like: MeasuredModel
+) -> dict[str, Any]:
     moved = estimate.read_bytes(rows) + 2 * estimate.parts["recurrent states"]
-    forward = step_ms(moved, rows, bandwidth, layers=len(estimate.spec.layers))
+    forward = step_ms(moved, rows, bandwidth, layers=len(estimate.spec.layers), like=like)
     lengths = LENGTHS if rows > 1 else (1,)
     whole = forward + draft if rows > 1 else forward
     speeds = {length: whole.tokens_per_second(length) for length in lengths if length <= rows}
