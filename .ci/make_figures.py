@@ -180,7 +180,7 @@ def steps_by_context() -> str:
 
 
 def kv_quality() -> str:
-    source = Source("kv_quality", commit_of("kv_quality"))
+    source = newest("kv_quality")
     rows = []
     for line in source.all():
         window = f"`--window {line['window']}`, f32"
@@ -243,7 +243,7 @@ def compression_budgets() -> str:
 
 
 def small_pair() -> str:
-    source = Source("acceptance", commit_of("acceptance"))
+    source = newest("acceptance", budget=22)
     rows = []
     for suite, name in SUITES.items():
         cold, warm = (source.one(suite=suite, temperature=heat, budget=22) for heat in (0.0, 0.8))
@@ -320,7 +320,7 @@ WAYS = {
 
 
 def on_a_cpu() -> str:
-    source = Source("cpu_native", commit_of("cpu_native"))
+    source = newest("cpu_native", model="target.gguf")
     line, rows = source.one(model="target.gguf", threads=1, suite="humaneval"), []
     for way, times in line["decode"].items():
         plain, prompt = way != "native trees", line["prefill"].get(way)
@@ -331,7 +331,7 @@ def on_a_cpu() -> str:
 
 
 def trees_on_a_cpu() -> str:
-    source = Source("cpu_native", commit_of("cpu_native"))
+    source = newest("cpu_native", model="target.gguf")
     rows = []
     for suite, name in {"humaneval": "HumanEval", "gsm8k": "GSM8K", "mtbench": "MT-Bench"}.items():
         line = source.one(model="target.gguf", threads=1, suite=suite)
@@ -344,10 +344,10 @@ def trees_on_a_cpu() -> str:
 
 
 def real_model_on_a_cpu() -> str:
-    source = Source("cpu_native", commit_of("cpu_native"))
     model, rows = "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf", []
-    for suite, asked in (("humaneval", "HumanEval"), ("edit", "edit of a file")):
-        line = source.one(model=model, threads=1, suite=suite)
+    source = newest("cpu_native", model=model)
+    for line in source.all(model=model, threads=1):
+        asked = {"humaneval": "HumanEval", "edit": "edit of a file"}[line["suite"]]
         for way, name in WAYS.items():
             times, prompt = line["decode"][way], line["prefill"].get(way)
             cells = [f"{times['tok_s']:.1f}", f"{times['tokens_per_step']:.2f}"]
@@ -357,9 +357,33 @@ def real_model_on_a_cpu() -> str:
     return with_note(table(columns, rows), source)
 
 
-def commit_of(file: str) -> str:
-    """Return the commit of a file's last line."""
-    return results(file)[-1]["commit"]
+def newest(file: str, **facts: Any) -> Source:
+    """Return the lines of the commit that last measured what these values say."""
+    return Source(
+        file, next(line for line in reversed(results(file)) if facts.items() <= line.items())["commit"]
+    )
+
+
+def compression_by_words() -> str:
+    source = newest("compress", rule="words", tokens=40000)
+    budgets = ("0.3", "0.2", "0.15", "0.1", "0.05")
+    rows = []
+    for task, name in TASKS.items():
+        line = source.one(rule="words", task=task, tokens=40000)
+        rows.append([f"{name}, {line['questions']}", *(share(line, budget) for budget in budgets)])
+    return with_note(table(["words alone, 40,000 tokens, questions", *budgets], rows), source)
+
+
+def compression_times() -> str:
+    source = Source("compress", "92630cb with prompt chunks in parts (a first form of the next commit)")
+    rows = []
+    for length in (32768, 65536, 131072):
+        facts = {"check": "faster than exact", "scorer": "qwen2.5-coder-0.5b", "length": length}
+        tenth, twentieth = (source.one(**facts, keep=keep) for keep in (0.1, 0.05))
+        times = (tenth["exact_s"], tenth["seconds"], twentieth["seconds"])
+        rows.append([f"{length:,}", *(f"{time:.2f} s" for time in times)])
+    columns = ["prompt tokens", "read exactly", "compressed to 0.1", "to 0.05"]
+    return with_note(table(columns, rows), source)
 
 
 TABLES: Mapping[str, Callable[[], str]] = {
@@ -373,6 +397,8 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "prefill": prefill,
     "compression": compression,
     "compression-budgets": compression_budgets,
+    "compression-by-words": compression_by_words,
+    "compression-times": compression_times,
     "small-pair": small_pair,
     "draft-kinds": draft_kinds,
     "experts": experts,

@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.jsonl"))
-# Tables with figures that no run gives: what they are, or the test that holds them.
+# Tables with figures that no run gives: what they describe, the test that holds them, or estimates.
 OTHER_TABLES = {
     "README.md": {"card": "tests/memory/test_documented.py"},
     "docs/memory.md": {
@@ -29,6 +29,7 @@ OTHER_TABLES = {
     },
     "docs/other-cards.md": {"card": "src/bough/bench/predict.py"},
     "docs/bough-40m.md": {"": "src/bough/pair/target.gguf"},
+    "docs/training.md": {"": "estimates", "change": "estimates"},
     "docs/server.md": {"limit": "src/bough/server/image_urls.py"},
 }
 TABLE = re.compile(r"(?:^\|.*\n)+", re.MULTILINE)
@@ -72,7 +73,7 @@ def test_a_table_of_figures_is_made_or_held_by_something_else(page: str) -> None
     tables = [table for table in TABLE.findall(text) if measured(table)]
     held = OTHER_TABLES.get(page, {})
     assert sorted({header(table) for table in tables} - held.keys()) == []
-    assert all((ROOT / place).exists() for place in held.values())
+    assert all(place == "estimates" or (ROOT / place).exists() for place in held.values())
 
 
 def test_every_table_that_can_be_made_is_shown() -> None:

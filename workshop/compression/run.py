@@ -48,7 +48,7 @@ class Remembered:
 def run(
     path: Path, lengths: Sequence[int], texts: int, *, device: torch.device, seed: int, attend: bool = True
 ) -> Iterator[tuple[int, list[Row]]]:
-    """Yield the rows of each length, of `texts` texts; `attend`: with the attention of the model in `path`."""
+    """Yield the rows of each length, of `texts` texts; `attend`: with the attention of a model."""
     attention = AttentionScorer.load(path, device=device) if attend else None
     with GGUFFile.open(path) as file:
         tokenizer, words = Tokenizer.from_metadata(file.metadata), WordScorer()
