@@ -1,5 +1,7 @@
 """Writes the tables of measured figures in README and docs from lines of benchmarks/results.
 
+A new figure is a line first, which names its commit, and then a function here.
+
 A table stands between `<!-- figures: NAME -->` and `<!-- /figures -->`, and what is under it says whose lines
 these are: all of them name one commit. --check reports pages that differ.
 """
@@ -202,6 +204,22 @@ def prefill() -> str:
     return with_note(table(["tokens", "8,192", "131,072"], rows), source)
 
 
+def int8_text() -> str:
+    source = newest("prefill", what="cost of int8")
+    rows = []
+    for model, name in {
+        "target": "bough-40m",
+        "qwen2.5-coder-0.5b-instruct-q4_k_m": "Qwen2.5-Coder-0.5B, Q4_K_M",
+    }.items():
+        for text in ("code", "prose"):
+            line = source.one(what="cost of int8", model=model, text=text)
+            exact, rounded = line["perplexity"]
+            cells = [f"{line['mean_kl']:.1e}", f"{line['top1']:.1%}", f"{exact:.2f}", f"{rounded:.2f}"]
+            rows.append([f"{name}, {text}", *cells])
+    columns = ["", "mean KL divergence", "likeliest token the same", "perplexity, exact", "in int8"]
+    return with_note(table(columns, rows), source)
+
+
 TASKS = {
     "single": "one number",
     "multikey": "one of several codes",
@@ -266,17 +284,6 @@ def draft_kinds() -> str:
             ]
             rows.append([name, f"{heat:g}", *(f"{line['acceptance_length']['mean']:.2f}" for line in lines)])
     return with_note(table(["", "", "budget 8", "", "", "22", "", "", "63", "", ""], rows), source)
-
-
-def experts() -> str:
-    source = Source("moe", "92630cb")
-    lines = [source.one(what="floor", rows=count) for count in (1, 8, 24)]
-    rows = [
-        ["forward pass, ms", *(f"{line['forward_ms']:.2f}" for line in lines)],
-        ["share of the read bandwidth", *(f"{line['share_of_bandwidth']:.0%}" for line in lines)],
-        ["GB that it reads", *(f"{line['gb']:.1f}" for line in lines)],
-    ]
-    return with_note(table(["35B-A3B on an H200, rows", "1", "8", "24"], rows), source)
 
 
 def replicas() -> str:
@@ -395,13 +402,13 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "steps-by-context": steps_by_context,
     "kv-quality": kv_quality,
     "prefill": prefill,
+    "int8-text": int8_text,
     "compression": compression,
     "compression-budgets": compression_budgets,
     "compression-by-words": compression_by_words,
     "compression-times": compression_times,
     "small-pair": small_pair,
     "draft-kinds": draft_kinds,
-    "experts": experts,
     "replicas": replicas,
     "cpu": on_a_cpu,
     "cpu-trees": trees_on_a_cpu,

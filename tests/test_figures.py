@@ -27,7 +27,7 @@ OTHER_TABLES = {
         "`--kv`": "tests/kernels/test_kv_cache.py",
         "K / V": "tests/kernels/test_kv_cache.py",
     },
-    "docs/other-cards.md": {"card": "src/bough/bench/predict.py"},
+    "docs/other-cards.md": {"card": "src/bough/bench/predict.py", "H200": "tests/bench/test_predict.py"},
     "docs/bough-40m.md": {"": "src/bough/pair/target.gguf"},
     "docs/training.md": {"": "estimates", "change": "estimates"},
     "docs/server.md": {"limit": "src/bough/server/image_urls.py"},

@@ -97,15 +97,6 @@ def test_the_first_table_of_the_readme(tmp_path: Path, card: str, name: str, dra
     assert f"| {' | '.join(cells)} |" in README, " | ".join(cells)
 
 
-@pytest.mark.parametrize("card", ["RTX 3090", "RTX 4090", "RTX 5090"])
-def test_the_predictions_of_a_sparse_model(tmp_path: Path, card: str) -> None:
-    with planned("qwen3.6-35b-a3b", tmp_path, draft=False) as (file, config, _):
-        rows = {row["rows"]: row for row in predict(file.path, config, card)["sizes"]}
-    times = (" to ".join(f"{ms:.1f}" for ms in rows[count]["forward_ms"]) for count in (1, 8, 24))
-    line = " | ".join([card, *times, span(rows[1]["tok_s"][1])])
-    assert f"| {line} |" in (ROOT / "docs" / "other-cards.md").read_text(), line
-
-
 def span(speeds: tuple[float, float]) -> str:
     return " to ".join(dict.fromkeys(f"{speed:.0f}" for speed in speeds))
 
