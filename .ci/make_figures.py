@@ -206,16 +206,12 @@ def prefill() -> str:
 
 def int8_text() -> str:
     source = newest("prefill", what="cost of int8")
+    names = {"target": "bough-40m", "qwen2.5-coder-0.5b-instruct-q4_k_m": "Qwen2.5-Coder-0.5B, Q4_K_M"}
     rows = []
-    for model, name in {
-        "target": "bough-40m",
-        "qwen2.5-coder-0.5b-instruct-q4_k_m": "Qwen2.5-Coder-0.5B, Q4_K_M",
-    }.items():
-        for text in ("code", "prose"):
-            line = source.one(what="cost of int8", model=model, text=text)
-            exact, rounded = line["perplexity"]
-            cells = [f"{line['mean_kl']:.1e}", f"{line['top1']:.1%}", f"{exact:.2f}", f"{rounded:.2f}"]
-            rows.append([f"{name}, {text}", *cells])
+    for line in source.all(what="cost of int8"):
+        exact, rounded = line["perplexity"]
+        cells = [f"{line['mean_kl']:.1e}", f"{line['top1']:.1%}", f"{exact:.2f}", f"{rounded:.2f}"]
+        rows.append([f"{names[line['model']]}, {line['text']}", *cells])
     columns = ["", "mean KL divergence", "likeliest token the same", "perplexity, exact", "in int8"]
     return with_note(table(columns, rows), source)
 
