@@ -195,7 +195,7 @@ def check_mtp_parity(target: TrainingTarget, folder: Path, data: TokenData, numb
             buffers = mtp_buffers(target.spec, max_ctx=anchor + model.spec.block_size, device=device)
             buffers.ring.starts[0] = 1
             block.append(features[:, :anchor], slots, buffers)
-            hidden, paths = block.newest_hidden(slots, buffers), None
+            hidden, paths = buffers.newest.last(slots), None
             for depth in range(model.spec.block_size - 1):
                 x = block.fuse(rows[:, place, depth : depth + 1], hidden)
                 hidden, paths = block.step(x, paths, slots, buffers)
