@@ -170,6 +170,8 @@ def build_hf(family: str, *, seed: int = 0, tie: bool = False, **overrides: Any)
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WHITESPACE = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED = (f"{_UPPER}*{_LOWER}+", f"{_UPPER}+{_LOWER}*")
 SPLIT_REGEX = {
     "qwen2": _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _WHITESPACE,
     "qwen35": _CONTRACTIONS
@@ -178,9 +180,9 @@ SPLIT_REGEX = {
     "llama-bpe": _CONTRACTIONS
     + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
     + _WHITESPACE,
-    "llama4": rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]*[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]+{_CONTRACTIONS}?"
-    rf"|[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]+[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]*{_CONTRACTIONS}?"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _WHITESPACE,
+    "llama4": "|".join(rf"[^\r\n\p{{L}}\p{{N}}]?{word}{_CONTRACTIONS}?" for word in _CASED)
+    + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|"
+    + _WHITESPACE,
 }
 PRE_TOKENISER = {
     "qwen35": "qwen35",
@@ -269,7 +271,9 @@ def checkpoint(model: Any, config: Any, *, mtp: bool = False) -> dict[str, torch
 def _family(config: Any) -> str:
     if config.model_type == "llama":
         return "llama3" if config.rope_parameters["rope_type"] == "llama3" else "llama"
-    names = {"muse_glimmer": "muse", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "qwen3_moe": "qwen3moe"}
+    if config.model_type == "muse_glimmer":
+        return "muse"
+    names = {"qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "qwen3_moe": "qwen3moe"}
     return names.get(config.model_type, config.model_type)
 
 

@@ -1,5 +1,6 @@
 """Muse-Glimmer against transformers and an independent float64 forward pass, and with every tree."""
 
+import json
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -7,6 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
+from transformers.cache_utils import DFlashCache
+from transformers.models.muse_glimmer_assistant import (
+    MuseGlimmerAssistantConfig,
+    MuseGlimmerAssistantModel,
+)
 
 from bough.convert.convert import convert
 from bough.engine.engine import Engine, Request, Tokens
@@ -14,16 +21,18 @@ from bough.engine.sampler import SamplingParams
 from bough.errors import UnsupportedModel
 from bough.gguf.reader import GGUFFile
 from bough.models.decoder import Decoder
+from bough.models.dflash import DFlashDraft
 from bough.models.native import native_gap
 from bough.models.spec import LayerAttention, ModelSpec
 from bough.models.step import Step
 from bough.spec.drafter import Drafter
 from bough.state.sequences import SequenceStates
-from tests.convert.hf_models import build_hf, save_hf
+from tests.convert.hf_models import build_hf, randomise, save_hf
 from tests.engine.oracles import Oracle, RandomTrees
 from tests.gguf_edit import edited
-from tests.models.plain_muse import MISTAKES, PlainMuse
 from tests.models.plain_mtp import read_arrays
+from tests.models.plain_muse import MISTAKES, PlainMuse
+from tests.tiny_draft import poisoned, random_rows
 from workshop.steps import commit
 
 TEXT = 90  # tokens, more than three windows
@@ -33,7 +42,7 @@ TEXT = 90  # tokens, more than three windows
 def model(tmp_path_factory: pytest.TempPathFactory):
     """transformers' model and the file that our converter makes of it.
 
-    What layers return is small, so that the eps of the norms that follow it counts. Queries are scaled by 1.5:
+    What layers return is small, so that the eps of the norms after it counts. Queries are scaled by 1.5:
     with the published 3.87 eight random layers make 5e-5 of the rounding in float32, and transformers' norms,
     which are always in float32, 2e-5 in float64.
     """
@@ -163,3 +172,29 @@ def test_another_eps_of_the_closing_norms_is_not_converted(tmp_path: Path) -> No
     save_hf(hf, config, tmp_path / "hf")
     with pytest.raises(UnsupportedModel, match="post_norm_eps 1e-06, needed: 1e-08"):
         convert(tmp_path / "hf", tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize("context", [5, 40])
+def test_the_official_draft_is_as_transformers_has_it(model, tmp_path: Path, context: int) -> None:
+    """Rows of a block see each other in both directions, and a window of the text before."""
+    with GGUFFile.open(model[1]) as file:
+        target = ModelSpec.from_gguf(file)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "head_dim": 16, "sliding_window": 12, "block_size": 6}
+    config = MuseGlimmerAssistantConfig(**sizes, mask_token_id=3, target_layer_ids=[1, 4, 6])
+    config._attn_implementation = "eager"
+    theirs = randomise(MuseGlimmerAssistantModel(config), 1)
+    settings = {**config.to_dict(), "architectures": [type(theirs).__name__]}
+    (tmp_path / "config.json").write_text(json.dumps(settings, default=str))
+    save_file(theirs.state_dict(), tmp_path / "model.safetensors")
+    ours = DFlashDraft.load(tmp_path, target)
+    assert (ours.spec.taps, ours.spec.mask_id, ours.spec.rope_theta) == ((1, 4, 6), 3, 500000.0)
+    assert (ours.spec.output_multiplier, ours.spec.softcap) == (target.logits.scale, target.logits.cap)
+    rows, features = random_rows(1, 6, 64, seed=1), random_rows(1, context, 3 * 64, seed=2)
+    cache = DFlashCache(config=config)
+    cache.set_previous_accepted_tokens(context)
+    with torch.no_grad():
+        expected = theirs(noise_embeds=rows, context_hidden_states=features, past_key_values=cache)
+    buffers, slot = poisoned(ours), torch.zeros(1, dtype=torch.int64)
+    ours.append(features, slot, buffers)
+    assert error(ours.block(rows, slot, buffers)[0], expected.last_hidden_state[0].numpy()) <= 1e-5

@@ -99,9 +99,7 @@ def _block(
             "post_feedforward": "post_ffw_norm",
         }
     for original, norm in norms.items():
-        rules.append(
-            _norm(sizes, target + norm, f"{source}{original}_layernorm", sizes.width, centred=True)
-        )
+        rules.append(_norm(sizes, target + norm, f"{source}{original}_layernorm", sizes.width, centred=True))
     if sizes.experts is None:
         return rules + _feed_forward(source + "mlp.", target + "ffn_{}", sizes.feed_forward, sizes.width)
     return rules + _experts(sizes.experts, sizes.width, source + "mlp.", target, names=names)
@@ -129,7 +127,9 @@ def _attention(sizes: ModelSizes, source: str, target: str) -> list[Rule]:
         rules.append(_copied(target + "attn_gate.weight", source + "gate_proj.weight", gate))
         for letter, factor in (("q", sliding.query_scale), ("k", 1.0)):
             constant = torch.full((sizes.head_dim,), factor)
-            rules.append(Rule(f"{target}attn_{letter}_norm.weight", (sizes.head_dim,), (), partial(_of, constant)))
+            rules.append(
+                Rule(f"{target}attn_{letter}_norm.weight", (sizes.head_dim,), (), partial(_of, constant))
+            )
     if sizes.family.head_norms:
         rules.append(_norm(sizes, target + "attn_q_norm", source + "q_norm", sizes.head_dim))
         rules.append(_norm(sizes, target + "attn_k_norm", source + "k_norm", sizes.head_dim))

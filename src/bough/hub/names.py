@@ -8,7 +8,10 @@ from bough.errors import ModelNotFound, UsageError
 
 DEFAULT_QUANT = "Q4_K_M"
 # In the config.json of a checkpoint; those of DSpark have many names.
-DRAFT_ARCHITECTURES = ("DFlashDraftModel", "DFlash2DraftModel", "DSpineDraftModel", "TreeFlashDraftModel")
+DRAFT_ARCHITECTURES = (
+    *("DFlashDraftModel", "DFlash2DraftModel", "DSpineDraftModel", "TreeFlashDraftModel"),
+    "MuseGlimmerAssistantModel",  # a DFlash draft, as transformers has it
+)
 SITES = (
     "https://huggingface.co/",
     "http://huggingface.co/",

@@ -263,10 +263,11 @@ class Decoder:
         return finished(self._head(hidden, exact=True), self.spec.logits)
 
     def draft_logits(self, hidden: Tensor) -> Tensor:
-        """Return the same for a draft, whose numbers never reach the text; -inf after its shortlist."""
+        """Return the head's output for a draft, which has a scale and a cap of its own; -inf after its
+        shortlist."""
         if self._draft_head is None:
-            return self.logits(hidden)
-        partial = finished(self._draft_head(hidden, exact=True), self.spec.logits)
+            return self._head(hidden, exact=True)
+        partial = self._draft_head(hidden, exact=True)
         logits = partial.new_full((*partial.shape[:-1], self.spec.vocab_size), -torch.inf)
         logits[..., : partial.shape[-1]] = partial
         return logits

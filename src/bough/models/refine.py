@@ -14,7 +14,6 @@ from torch.nn.functional import normalize, silu
 from bough.kernels.norm_rope import rms_norm
 from bough.models.decoder import Target
 from bough.models.draft_spec import DraftSpec
-from bough.models.layers import finished
 from bough.models.weights import WeightLoader
 
 _MLP_EPS = 1e-6  # of the norm of embeddings: no setting
@@ -102,4 +101,4 @@ class Refiner:
     def __call__(self, rows: Tensor, normed: Tensor, before: Tensor, ids: Tensor, target: Target) -> Tensor:
         """Return logits [N, n, k] of ids [N, k] after each of the tokens before [N, n]; rows [N, width]."""
         refined = rms_norm(self.refinement(rows, normed, before, target), self._norm, self._eps)
-        return finished(refined @ target.head_rows(ids).transpose(1, 2), target.spec.logits)
+        return refined @ target.head_rows(ids).transpose(1, 2)

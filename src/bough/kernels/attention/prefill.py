@@ -82,7 +82,7 @@ def _chunk_attention_kernel(
     if WINDOW:
         begin = tl.maximum((length + tile * BLOCK_M - window + 1) // BLOCK_N * BLOCK_N, first)
         edge = begin
-        # Finite: a row may see nothing of a block. What that adds is multiplied by 0 with the row's first key.
+        # Finite: a row may see nothing of a block. What that adds is multiplied by 0 at the row's first key.
         hidden = -1e30
     tokens = tl.arange(0, BLOCK_N)
     # Constant offsets plus one scalar per block: 64-bit offsets would take too many registers.
@@ -209,7 +209,8 @@ def chunk_attention(q: Tensor, context: PagedContext, *, span: int, gate: Tensor
                 *read, lengths[item:], gates[item], out[item], *carried,
                 gates.stride(1), gates.stride(2), dim**-0.5 * LOG2_E, rows, first, first + count, window or 0,
                 KV=kv_heads, GROUP=heads // kv_heads, D=dim, BEGIN=first == begin, END=first + count >= end,
-                GATE=gate is not None, WINDOW=window is not None, PRECISION="ieee", DESCRIPTORS=tiled, **sizes,
+                GATE=gate is not None, WINDOW=window is not None, PRECISION="ieee", DESCRIPTORS=tiled,
+                **sizes,
             )  # fmt: skip
     return out
 
