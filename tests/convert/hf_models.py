@@ -27,7 +27,7 @@ from transformers.models.muse_glimmer import (
 from transformers.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 from transformers.models.qwen3_5_moe import Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig
 
-FAMILIES = ("qwen35", "qwen35moe", "qwen3moe", "qwen3", "qwen2", "llama", "llama3", "muse")
+FAMILIES = ("qwen35", "qwen35moe", "qwen3moe", "qwen3", "qwen2", "llama", "llama3")
 
 _COMMON = {
     "vocab_size": 320,

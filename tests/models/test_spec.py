@@ -141,8 +141,8 @@ def test_other_experts_are_refused(tmp_path: Path, changes: dict, needed: str) -
 
 @pytest.mark.parametrize(
     "architecture",
-    ["gemma3", "gemma4", "gpt-oss", "nemotron_h_moe", "mistral3", "mistral4", "deepseek2", "glm4", "qwen3next",
-     "qwen4exp", "phi3", "gemma-embedding", "dflash"],
+    ["gemma3", "gemma4", "gpt-oss", "nemotron_h_moe", "mistral3", "mistral4", "deepseek2", "glm4",
+     "qwen3next", "qwen4exp", "phi3", "gemma-embedding", "dflash"],
 )  # fmt: skip
 def test_an_architecture_that_is_not_supported_is_named(tmp_path: Path, architecture: str) -> None:
     message = f"general.architecture is '{architecture}', supported are qwen35"
