@@ -216,7 +216,7 @@ class ModelSpec:
             tied_head="output.weight" not in file.tensors,
             delta=_delta(keys) if family.hybrid else None,
             experts=_experts(keys, family) if family.experts else None,
-            logits=_logits(keys),
+            logits=_logits(keys) if family.sliding else LogitSpec(),
         )
 
 
