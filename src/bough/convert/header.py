@@ -61,7 +61,7 @@ def _sizes(card: ModelCard, shape: Shape) -> ModelSizes:
         "head_dim": head_dim,
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": shape.tied,
-        "rope_theta": 500000.0 if match.architecture in ("llama", "muse-glimmer") else 1000000.0,
+        "rope_theta": shape.theta,
     }
     if shape.feed_forward:
         values["intermediate_size"] = shape.feed_forward
