@@ -163,12 +163,13 @@ class NativeScoringDecoder:
         self._below = NativeDecoder(below, NativeLoader(file, library, progress=progress))
         loader = WeightLoader(file, device=self.device)
         self._scoring = [_ScoringLayer(spec, loader, index) for index in self.layers]
-        self._frequencies = rope_frequencies(spec, loader, theta=spec.rope_theta)
+        theta = spec.rope_theta  # of all layers: native code runs no others
+        self._frequencies = {theta: rope_frequencies(spec, loader, theta=theta)}
 
     def heads(self, step: Step, buffers: Buffers, *, queries: bool = True) -> list[LayerHeads]:
         taps = [index - 1 for index in self.layers]
         features = self._below.forward(step, buffers, taps=taps).features
-        ropes = {self.spec.rope_theta: rope_angles(step.positions, self._frequencies)}
+        ropes = {theta: rope_angles(step.positions, each) for theta, each in self._frequencies.items()}
         streams = features.split(self.spec.width, -1)
         layers = zip(self._scoring, streams, strict=True)
         return [layer(x, ropes, queries=queries) for layer, x in layers]
