@@ -9,7 +9,7 @@ from typing import Any, Literal
 from bough.errors import ModelFileError, UnsupportedModel
 from bough.gguf.header import TensorInfo, shorten
 from bough.gguf.reader import GGUFFile
-from bough.hub.names import DRAFT_ARCHITECTURES, is_draft_architecture
+from bough.hub.names import ASSISTANT, DRAFT_ARCHITECTURES, is_draft_architecture
 from bough.models.spec import ModelSpec
 
 log = logging.getLogger(__name__)
@@ -257,7 +257,7 @@ class DraftSpec:
         heads, width = keys.whole("num_attention_heads"), keys.whole("hidden_size")
         for key in _CAUSAL:
             causal = keys.flag(key) if causal is None else causal
-        if causal is None and config.get("architectures") == [DRAFT_ARCHITECTURES[-1]]:
+        if causal is None and config.get("architectures") == [ASSISTANT]:
             causal = False  # transformers' class has no flag for it
         taps = keys.layer_ids("target_layer_ids")
         if taps is None and (after := keys.layer_ids("aux_hidden_state_layer_ids", low=1)) is not None:
