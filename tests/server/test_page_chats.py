@@ -152,7 +152,7 @@ def test_every_button_of_a_chat_is_on_the_screen(open_page: Open, width: int, ti
 
 
 def test_another_answer_has_another_seed_and_text(page_server: PageServer, open_page: Open) -> None:
-    page_server.script.answers = ["One.", "One.", "Two.", "One.", "Two.", "Three.", "Four."]
+    page_server.script.answers = ["One.", "One.", "Two.", "Two.", "Three.", "Four.", "Five."]
     page = open_page()
     ask(page, "Hello")
     status, prose = page.locator("#status"), page.locator(".message.assistant .prose")
@@ -160,13 +160,16 @@ def test_another_answer_has_another_seed_and_text(page_server: PageServer, open_
     for text, words in (
         ("Two.", "Done, at temperature 1: by the recommended sampling the same text came again."),
         ("Three.", "Done, at temperature 1.3: by the recommended sampling the same text came again."),
-        ("Four.", "Done."),
+        ("Four.", "Done, at temperature 1.3: by the recommended sampling the same text came again."),
     ):
         page.click("[data-action=regenerate]")
         expect(status).to_have_text(words)
         expect(prose).to_have_text(text)
-    bodies = page_server.script.bodies
-    assert [body.get("temperature") for body in bodies] == [None, None, 1, None, 1, 1.3, None]
+    ask(page, "Bye")
+    expect(prose.last).to_have_text("Five.")
+    *bodies, last = page_server.script.bodies
+    assert [body.get("temperature") for body in bodies] == [None, None, 1, 1, 1.3, 1.3]
+    assert "temperature" not in last
     assert len({body["seed"] for body in bodies}) == len(bodies)
     assert all(body["messages"] == [{"role": "user", "content": "Hello"}] for body in bodies)
 
