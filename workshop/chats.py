@@ -111,9 +111,10 @@ def main(
     regenerate: int = 20,
     again: Sequence[str] = ("Tell me a joke in one sentence.", "Write a very long story about a dragon."),
     n_gen: int | None = None,
+    threads: int | None = None,
     greedy: bool = False,
 ) -> None:
-    with LLM(model, device=report.device, progress=False) as llm:
+    with LLM(model, device=report.device, threads=threads, progress=False) as llm:
         sampling = SamplingParams() if greedy else llm.session.sampling_for(None)
         report.line(
             model=model.name,
