@@ -23,7 +23,6 @@ LEAVING = ("exit", "quit", "bye")  # alone in a line, as in other programs
 # Sampling of /regen: as recommended, then, where that gives a text that was there, with more freedom. Of a
 # 0.5B's 20 jokes 1 differs as its publisher recommends, 9 at temperature 1, 18 at 1.3.
 WARMER: tuple[dict[str, float], ...] = ({}, *({"temperature": t, "top_p": 0.95} for t in (1.0, 1.3, 1.6)))
-TRIES = 4
 SHORT = 1000  # characters: a longer text that comes again is a copy of the prompt, and takes long
 
 
@@ -144,7 +143,7 @@ class Chat:
             if last is not None and last.draft_budget != self.settings.draft_budget:
                 self._compare(last)
             else:
-                self._answer_unlike(earlier, self._other_seed(last), last.warmth if last else 0)
+                self._answer_unlike(earlier, self._other_seed(last), again=bool(last and last.warmth))
         finally:
             if before is not None and not self.answered:
                 self.conversation.messages.append(before)
@@ -158,11 +157,13 @@ class Chat:
             same = "the same text" if now.text == last.text else "another text"
             self.screen.note(f"{same} · {now.tok_s:.1f} tok/s now, {last.tok_s:.1f} tok/s before")
 
-    def _answer_unlike(self, earlier: tuple[str, ...], seed: int, warmth: int) -> None:
-        """Answer; where a short text comes again by the recommended sampling, once more with a freer one."""
+    def _answer_unlike(self, earlier: tuple[str, ...], seed: int, *, again: bool) -> None:
+        """Answer; where a short text comes again by the recommended sampling, once more with a freer one.
+
+        again: the recommended one has given a text again before, and is not tried once more.
+        """
         fixed = self._temperature == 0 or self.settings.values.keys() & {"temperature", "top_p"}
-        for level in [0] if fixed else range(warmth, warmth + TRIES):
-            warmth = min(level, len(WARMER) - 1)
+        for warmth in [0] if fixed else range(again, len(WARMER)):
             if warmth:
                 temperature = f"temperature {WARMER[warmth]['temperature']:g}, top-p 0.95"
                 self.screen.notice(f"With {temperature}, as the recommended sampling gave the same text:")

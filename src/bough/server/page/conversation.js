@@ -14,7 +14,6 @@ const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty",
 
 // Sampling of Regenerate: as recommended, and then where a short text came again: as /regen of a chat in a terminal.
 const WARMER = [{}, ...[1, 1.3, 1.6].map((temperature) => ({ temperature, top_p: 0.95 }))];
-const TRIES = 4;
 const SHORT = 1000; // characters: a longer text that comes again is a copy of the prompt, and takes long
 
 const optional = (name, value) => (value === "" ? {} : { [name]: Number(value) });
@@ -169,8 +168,8 @@ export class Conversation {
     return this.#answer(before);
   }
 
-  /** Answers the last message; `before`: the answer that this one replaces, by another seed; `tries`: how many came again now. */
-  async #answer(before, tries = 0) {
+  /** Answers the last message; `before`: the answer that this one replaces, by another seed; `again`: as it was there before. */
+  async #answer(before, again = false) {
     this.stop();
     if (this.loading) await this.loading;
     const settings = this.getSettings();
@@ -179,7 +178,7 @@ export class Conversation {
     const seed = settings.seed === "" ? crypto.getRandomValues(new Uint32Array(1))[0] : fixed % 2 ** 32;
     const options = { model: this.hooks.onModel(), seed, budget: settings.budget, trees: true };
     const own = settings.temperature !== "" || settings.top_p !== "";
-    const warmth = own ? 0 : Math.min((before?.warmth ?? 0) + (tries ? 1 : 0), WARMER.length - 1);
+    const warmth = own ? 0 : again ? before.warmth + 1 : Number(before?.warmth > 0);
     const body = { ...requestBody(this.chat.messages, settings, options), ...WARMER[warmth] };
     const message = { role: "assistant", content: "", reasoning: "", state: "writing", seed, ...(before && { earlier, warmth }) };
     this.chat.messages.push(message);
@@ -197,9 +196,9 @@ export class Conversation {
       if (message.state === "writing") message.state = "done";
       const same = message.content && earlier.includes(message.content);
       const short = message.content.length + message.reasoning.length <= SHORT;
-      if (same && short && !own && tries + 1 < TRIES && this.abort === abort && run.chat === this.chat) {
+      if (same && short && !own && warmth + 1 < WARMER.length && this.abort === abort && run.chat === this.chat) {
         this.#truncate(this.chat.messages.indexOf(message));
-        return await this.#answer(message, tries + 1);
+        return await this.#answer(message, true);
       }
       const done = warmth ? `Done, at temperature ${WARMER[warmth].temperature}: by the recommended sampling the same text came again.` : "Done.";
       this.hooks.onStatus(same ? "The same text, although by another seed: a higher temperature gives others." : done);
