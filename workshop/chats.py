@@ -3,7 +3,7 @@
     python -m workshop chats --model FILE [--questions plain leading] [--chats 10] [--regenerate 20]
 
 A chat is eight messages about one subject, answered with the sampling recommended for the model; the seed
-of an answer is 100 * chat + turn. `plain` are ten chats as people have them; `leading` asks the same eight
+of an answer is --seed + 100 * chat + turn. `plain` are ten chats as people have them; `leading` asks the same eight
 things about ten subjects, among them to go on, to tell it again and to make it longer, which invites a model
 to copy its own answers. A line for each chat: how often the most frequent sentence of prose stands in it and
 in one answer, and the longest run of a period of up to 200 tokens. Fails where a sentence stands more than
@@ -111,6 +111,7 @@ def main(
     regenerate: int = 20,
     again: Sequence[str] = ("Tell me a joke in one sentence.", "Write a very long story about a dragon."),
     n_gen: int | None = None,
+    seed: int = 0,
     threads: int | None = None,
     greedy: bool = False,
 ) -> None:
@@ -123,7 +124,7 @@ def main(
         )
         for kind in questions:
             for number, messages in enumerate(QUESTIONS[kind][:chats]):
-                line = one_chat(llm, messages, 100 * number, sampling, n_gen)
+                line = one_chat(llm, messages, seed + 100 * number, sampling, n_gen)
                 passed = line["in_a_chat"] <= 3 and line["run"] < 4
                 report.check(f"chat {number}, {kind} questions", passed, **line)
         for question in again if regenerate else ():
