@@ -3,11 +3,11 @@
     python -m workshop chats --model FILE [--questions plain leading] [--chats 10] [--regenerate 20]
 
 A chat is eight messages about one subject, answered with the sampling recommended for the model; the seed
-of an answer is --seed + 100 * chat + turn. `plain` are ten chats as people have them; `leading` asks the same eight
-things about ten subjects, among them to go on, to tell it again and to make it longer, which invites a model
-to copy its own answers. A line for each chat: how often the most frequent sentence of prose stands in it and
-in one answer, and the longest run of a period of up to 200 tokens. Fails where a sentence stands more than
-three times in a chat or a period four times in an answer, or where two answers of a chat's /regen are equal.
+of an answer is --seed + 100 * chat + turn. `plain` are ten chats as people have them; `leading` asks the same
+eight things about ten subjects, among them to go on, to tell it again and to make it longer, which invites a
+model to copy its own answers. A line for each chat: how often the most frequent sentence of prose stands in
+it and in one answer, and the longest run of a period of up to 200 tokens. Fails where a sentence stands more
+than three times in a chat or a period four times in an answer, or where two answers of /regen are equal.
 """
 
 import re
