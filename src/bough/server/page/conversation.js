@@ -200,8 +200,9 @@ export class Conversation {
         this.#truncate(this.chat.messages.indexOf(message));
         return await this.#answer(message, true);
       }
-      const done = warmth ? `Done, at temperature ${WARMER[warmth].temperature}: by the recommended sampling the same text came again.` : "Done.";
-      this.hooks.onStatus(same ? "The same text, although by another seed: a higher temperature gives others." : done);
+      if (same) message.note = "The same text, although by another seed: a higher temperature gives others.";
+      else if (warmth) message.note = `Sampled at temperature ${WARMER[warmth].temperature}, as the recommended sampling gave the same text.`;
+      this.hooks.onStatus("Done.");
     } catch (error) {
       this.#fail(run, error, abort);
     }
