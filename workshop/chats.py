@@ -120,7 +120,7 @@ def main(
         report.line(
             model=model.name,
             **{name: getattr(sampling, name) for name in NAMED},
-            **report.head("commit", "date", "settings"),
+            **report.head("settings"),
         )
         for kind in questions:
             for number, messages in enumerate(QUESTIONS[kind][:chats]):
