@@ -41,6 +41,7 @@ class Shapes:
     int8: bool = False
     eps: float = 1e-6
     window: int | None = None
+    sliding: int | None = None  # the same of layers that were trained with it
     host_embedding: bool = False
     rotation: int | None = None  # columns of a block of weights in a rotated basis
     sequences: int = 1
