@@ -52,7 +52,7 @@ def main(
         report.line(
             model=model.name,
             **{name: getattr(sampling, name) for name in NAMED},
-            **report.head("commit", "date", "settings"),
+            **report.head("settings"),
         )
         for number in range(chats):
             line = one_chat(llm, number, turns, sampling, n_gen)
