@@ -31,7 +31,7 @@ _EMBEDDING = "token_embd.weight"
 _PRIVATE = (QuantType.PQ2_0, QuantType.PTQ1_0)
 
 
-class _File(Protocol):
+class KeyedTensors(Protocol):
     @property
     def path(self) -> Path: ...
 
@@ -63,7 +63,7 @@ class RotatedWeights:
         return self.grouped if name.endswith("ssm_out.weight") else None
 
 
-def rotation_of(file: _File) -> RotatedWeights | None:
+def rotation_of(file: KeyedTensors) -> RotatedWeights | None:
     """Return how a file's weights are rotated, None if they are not; refuse it unless all of it is known."""
     if not any(key.startswith(PREFIX) for key in file.metadata):
         _check_private_types(file)
@@ -93,7 +93,7 @@ def rotation_of(file: _File) -> RotatedWeights | None:
     return RotatedWeights(names, block, signs, _grouped(keys, names))
 
 
-def require_usual_basis(file: _File, names: Collection[str]) -> None:
+def require_usual_basis(file: KeyedTensors, names: Collection[str]) -> None:
     """Raise if one of these tensors is rotated, for what copies or trains weights as they are stored."""
     rotation = rotation_of(file)
     if rotation is not None and (rotated := rotation.names.intersection(names)):
@@ -103,7 +103,7 @@ def require_usual_basis(file: _File, names: Collection[str]) -> None:
         )
 
 
-def _check_private_types(file: _File) -> None:
+def _check_private_types(file: KeyedTensors) -> None:
     """Refuse PrismML's types where neither keys nor a name say so: another program has a type 143, too."""
     private = next((info for info in file.tensors.values() if info.type in _PRIVATE), None)
     if private is None:
@@ -120,7 +120,7 @@ def _check_private_types(file: _File) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Contract:
-    file: _File
+    file: KeyedTensors
 
     def check(self) -> None:
         """Refuse keys that are unknown, and known ones with other values."""

@@ -200,6 +200,47 @@ class TensorSource(Protocol):
         ...
 
 
+class RotatedBases:
+    """The bases of a file's rotated weights, on a device."""
+
+    def __init__(self, file: TensorSource, device: torch.device):
+        self._weights, self._tensors, self._device = rotation_of(file), file.tensors, device
+        # By columns, and whether they are reordered.
+        self._bases: dict[tuple[int, bool], BlockRotation] = {}
+
+    def __call__(self, name: str) -> BlockRotation | None:
+        """Return the basis of a matrix's columns, None if it is the usual one."""
+        columns = self._tensors[name].shape[-1]
+        signs = None if self._weights is None else self._weights.signs_of(name, columns)
+        if self._weights is None or signs is None:
+            return None
+        order = self._weights.order_of(name)
+        key = (columns, order is not None)
+        if key not in self._bases:
+            columns_read = None if order is None else torch.tensor(order, device=self._device)
+            self._bases[key] = BlockRotation(
+                torch.tensor(signs, device=self._device), columns_read, self._weights.block
+            )
+        return self._bases[key]
+
+
+def _note_growth(widened: dict[QuantType, int], infos: Sequence[TensorInfo], weight: PackedWeight) -> None:
+    """Count what matrices in tiles take more than in the file, where no kernel knows their types."""
+    elements = sum(info.elements for info in infos)
+    for info in infos:
+        if not has_layout(info.type) and info.type.bits_per_weight < 16:
+            extra = weight.nbytes * info.elements // elements - info.nbytes
+            widened[info.type] = widened.get(info.type, 0) + extra
+
+
+def _int8_rows(infos: Sequence[TensorInfo]) -> int:
+    """Return how many of the first rows of joined matrices are multiplied in int8 for prompts."""
+    if not infos[0].name.startswith("blk."):
+        return 0  # the head reads a prompt's last row
+    sizes = (info.shape[0] for info in infos)
+    return sum(takewhile(lambda rows: rows >= INT8_MIN_ROWS, sizes))
+
+
 class WeightLoader:
     """Loads tensors by name, checks their shapes and counts the bytes read.
 
@@ -228,9 +269,7 @@ class WeightLoader:
         tensors ahead.
         """
         self._file = file
-        self._rotated = rotation_of(file)
-        # By columns, and whether they are reordered.
-        self._rotations: dict[tuple[int, bool], BlockRotation] = {}
+        self._rotation = RotatedBases(file, device)
         self._device = device
         self._tiles = device.type == "cuda" if tiles is None else tiles
         self._space = None if space is None else torch.empty(space, dtype=torch.uint8, device=device)
@@ -304,21 +343,6 @@ class WeightLoader:
             )
         return Projections(matrices, tuple(sizes), self._biases(names, sizes))
 
-    def _rotation(self, name: str) -> BlockRotation | None:
-        """Return the basis of a matrix's columns, None if it is the usual one."""
-        columns = self._file.tensors[name].shape[-1]
-        signs = None if self._rotated is None else self._rotated.signs_of(name, columns)
-        if self._rotated is None or signs is None:
-            return None
-        order = self._rotated.order_of(name)
-        key = (columns, order is not None)
-        if key not in self._rotations:
-            columns_read = None if order is None else torch.tensor(order, device=self._device)
-            self._rotations[key] = BlockRotation(
-                torch.tensor(signs, device=self._device), columns_read, self._rotated.block
-            )
-        return self._rotations[key]
-
     def _expanded_runs(self, names: Sequence[str], columns: int) -> Iterator[Matrix]:
         """Yield neighbours in the same basis as one matrix of floats."""
         for _, run in groupby(names, key=lambda name: self._rotation(name) is None):
@@ -360,7 +384,7 @@ class WeightLoader:
         if int(names[0].split(".")[1]) < self._host_experts:
             return ExpertStack.of(self._host_tiles(stacked, type), len(parts[0]), whole)
         weight = self._tile(stacked, type, layouts=False)
-        self._note_growth(names, weight)
+        _note_growth(self.widened, [self._file.tensors[name] for name in names], weight)
         return ExpertStack.of(weight, len(parts[0]), whole)
 
     def _host_tiles(self, packed: Tensor, type: QuantType) -> PackedWeight:
@@ -440,24 +464,10 @@ class WeightLoader:
         ):
             joined = list(run)
             weight = self._tile(self._joined([self._weight(name) for name in joined]), type)
-            self._note_growth(joined, weight)
-            yield Matrix(with_int8(weight, self._int8_rows(joined)), None, self._rotation(joined[0]))
-
-    def _note_growth(self, names: Sequence[str], weight: PackedWeight) -> None:
-        """Count what matrices in tiles take more than in the file, where no kernel knows their types."""
-        infos = [self._file.tensors[name] for name in names]
-        elements = sum(info.elements for info in infos)
-        for info in infos:
-            if not has_layout(info.type) and info.type.bits_per_weight < 16:
-                extra = weight.nbytes * info.elements // elements - info.nbytes
-                self.widened[info.type] = self.widened.get(info.type, 0) + extra
-
-    def _int8_rows(self, names: Sequence[str]) -> int:
-        """Return how many of the first rows of joined matrices are multiplied in int8 for prompts."""
-        if not self.int8_prefill or not names[0].startswith("blk."):
-            return 0  # the head reads a prompt's last row
-        sizes = (self._file.tensors[name].shape[0] for name in names)
-        return sum(takewhile(lambda rows: rows >= INT8_MIN_ROWS, sizes))
+            infos = [self._file.tensors[name] for name in joined]
+            _note_growth(self.widened, infos, weight)
+            int8_rows = _int8_rows(infos) if self.int8_prefill else 0
+            yield Matrix(with_int8(weight, int8_rows), None, self._rotation(joined[0]))
 
     def _tile(self, packed: Tensor, type: QuantType, *, layouts: bool = True) -> PackedWeight:
         weight = pack(packed, type, self._space)
