@@ -11,6 +11,7 @@ from bough.models.spec import ModelSpec
 from bough.session.loading import load_session
 from bough.session.session import Session
 from tests.tiny_draft import SECOND, draft_config, save_draft
+from workshop.tiny import make_tiny
 
 METHODS: dict[str, dict[str, Any]] = {
     "dflash": {"block_size": 16},
@@ -22,9 +23,13 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
+# Whole models: of another family, smaller, and the target's own file, most of whose tokens are accepted.
+SMALL, ITSELF = "small model", "target as its own draft"
+
+
 @dataclass(frozen=True)
 class Proposers:
-    draft: str | None = None  # one of METHODS
+    draft: str | None = None  # one of METHODS, or a whole model
     mtp: Literal["auto", "on", "off"] = "off"
     lookup: bool = True
 
@@ -34,6 +39,9 @@ PROPOSERS = {
     "lookup": Proposers(),
     "mtp": Proposers(mtp="auto", lookup=False),
     **{kind: Proposers(kind, lookup=False) for kind in METHODS},
+    SMALL: Proposers(SMALL, lookup=False),
+    ITSELF: Proposers(ITSELF, lookup=False),
+    f"{ITSELF} and lookup": Proposers(ITSELF),
     **{f"{kind}, mtp, lookup": Proposers(kind, "on") for kind in METHODS if "of" not in kind},
 }
 
@@ -50,6 +58,8 @@ class EveryDraft:
             if "markov_rank" in method:
                 config["architectures"] = ["Qwen3DSparkModel"]
             save_draft(folder / kind, config, seed=seed)
+        small = make_tiny(folder / "small.gguf", family="qwen3", layers=2, width=32, seed=9)
+        self._models = {SMALL: small, ITSELF: target}
 
     def plain(self, **settings: Any) -> Session:
         return load_session(self._target, self._config(None, None, **settings))
@@ -72,7 +82,8 @@ class EveryDraft:
     ) -> EngineConfig:
         chosen = PROPOSERS[proposers]
         own: dict[str, Any] = {"adaptive": False, "mtp": chosen.mtp, "lookup": chosen.lookup}
-        draft = DraftConfig(self._folder / chosen.draft) if chosen.draft else None
+        path = self._models.get(chosen.draft or "", self._folder / (chosen.draft or ""))
+        draft = DraftConfig(path) if chosen.draft else None
         return self._config(SpecConfig(**{**own, **settings}), draft, **(engine or {}))
 
     def _config(

@@ -9,7 +9,7 @@ import torch
 from bough.config import DraftConfig, EngineConfig, SpecConfig
 from bough.engine.engine import Engine
 from bough.gguf.reader import GGUFFile
-from bough.memory.estimate import draft_quant, ring_dtype, uses_mtp
+from bough.memory.estimate import SMALL_KV, draft_quant, ring_dtype, uses_mtp
 from bough.memory.planner import MemoryPlan
 from bough.models.decoder import Decoder, Target
 from bough.models.dflash import DFlashDraft, open_draft
@@ -25,9 +25,10 @@ from bough.spec.drafter import Drafter, NoDrafter
 from bough.spec.mixed import MixedModel
 from bough.spec.mtp import MTPModel
 from bough.spec.policy import EAGER_SIZES
+from bough.spec.small_model import SMALL_ROWS, SmallModel
 from bough.spec.speculator import Speculator
 from bough.state.draft_ring import draft_buffers, mtp_buffers
-from bough.state.sequences import CacheConfig
+from bough.state.sequences import CacheConfig, SequenceStates
 
 if TYPE_CHECKING:
     from bough.kernels.runtime.ahead import CompileAhead
@@ -71,6 +72,21 @@ def draft_model(draft: DFlashDraft, config: DraftConfig, target: Target, plan: M
         draft.spec, max_ctx=plan.max_ctx, context=config.context, slots=plan.sequences, **options
     )
     return DFlashModel(draft, target, buffers)
+
+
+def small_model(
+    model: Target, config: DraftConfig, target: Target, plan: MemoryPlan, costs: StepCosts | None
+) -> SmallModel:
+    """Return a small model with its state."""
+    spec = model.spec
+    states = SequenceStates(
+        spec,
+        max_ctx=min(plan.max_ctx, spec.context_length, config.context or spec.context_length),
+        slots=plan.sequences,
+        max_rows=SMALL_ROWS,
+        cache=CacheConfig(*SMALL_KV),
+    )
+    return SmallModel(model, states, vocabulary=target.spec.vocab_size, costs=costs)
 
 
 def speculator(

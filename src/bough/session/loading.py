@@ -10,7 +10,7 @@ import torch
 
 from bough.compress.scorer import MixedScorer, Scorer
 from bough.compress.words import WordScorer
-from bough.config import DraftConfig, EngineConfig
+from bough.config import DraftConfig, EngineConfig, SpecConfig
 from bough.engine.engine import Engine
 from bough.engine.runner import StepTimes
 from bough.engine.sequence import Limits
@@ -30,14 +30,15 @@ from bough.memory.device import (
     pick_device,
     unused_gpu,
 )
-from bough.memory.estimate import compute_dtype, draft_quant, uses_mtp
+from bough.memory.estimate import SMALL_KV, compute_dtype, draft_quant, uses_mtp
 from bough.memory.planner import MemoryPlan, plan_memory
 from bough.models.decoder import Decoder, Target
 from bough.models.dflash import DFlashDraft, open_draft
 from bough.models.mtp import MTPBlock
-from bough.models.native import NativeDecoder, NativeLoader
+from bough.models.native import NativeDecoder, NativeLoader, native_gap
 from bough.models.native_draft import NativeDraft, draft_gap
 from bough.models.pooling import VectorSpec
+from bough.models.small import is_small_model, open_small_model
 from bough.models.spec import ModelSpec
 from bough.models.vision import VisionTower
 from bough.models.weights import Progress as LoadProgress
@@ -45,7 +46,14 @@ from bough.models.weights import WeightLoader
 from bough.prefix_cache.cache import PrefixCacheConfig
 from bough.prefix_cache.files import SnapshotFiles, identity
 from bough.session.attention_scorer import AttentionScorer
-from bough.session.building import build_engine, compile_ahead, draft_model, mtp_model, speculator
+from bough.session.building import (
+    build_engine,
+    compile_ahead,
+    draft_model,
+    mtp_model,
+    small_model,
+    speculator,
+)
 from bough.session.compression import Compression, Elsewhere
 from bough.session.pairing import card_of, with_encoder
 from bough.session.phases import Phases
@@ -60,6 +68,7 @@ from bough.spec.draft_model import DraftModel
 from bough.spec.drafter import Drafter, NoDrafter
 from bough.spec.mixed import MixedModel
 from bough.spec.mtp import MTPModel
+from bough.spec.small_model import SmallModel
 from bough.state.draft_ring import DEFAULT_CONTEXT
 from bough.text.template import ChatTemplate
 from bough.text.tokenizer import Tokenizer
@@ -181,6 +190,24 @@ def _check_speculation(config: EngineConfig) -> None:
             "`chain` is set, and a draft and the MTP block are to propose: a chain has one proposer",
             "name one of them as `draft`",
             param="chain",
+        )
+    if config.draft is not None and is_small_model(config.draft.path):
+        _check_small_model(config.draft, speculation)
+
+
+def _check_small_model(draft: DraftConfig, speculation: SpecConfig) -> None:
+    if speculation.mtp == "on":
+        raise UsageError(
+            f"`draft` is {draft.path.name}, a model, and the MTP block is to propose beside it: each depth of"
+            " the tree costs a forward pass of the model, which the block does not make cheaper",
+            "name one of them as `draft`; a draft made for the target is faster than both",
+            param="draft",
+        )
+    if draft.quant != "auto":
+        raise UsageError(
+            f"`draft_quant` is {draft.quant}, but {draft.path.name} is a model: it stays as it is",
+            "leave it auto, or take a file of other types",
+            param="draft_quant",
         )
 
 
@@ -334,7 +361,10 @@ def _drafter(
     if config.speculation is None:
         return NoDrafter()
     model: DraftModel | None = mtp
-    if config.draft is not None:
+    if config.draft is not None and is_small_model(config.draft.path):
+        of_steps = costs if config.speculation.adaptive else None
+        model = _small_model(config.draft, file, target, plan, of_steps)
+    elif config.draft is not None:
         loaded = _draft(config.draft, target, plan)
         if loaded.refiner is not None and isinstance(target, Decoder):
             target.keep_head_rows(WeightLoader(file, device=target.device, host_embedding=True))
@@ -360,6 +390,19 @@ def _draft(config: DraftConfig, target: Target, plan: MemoryPlan) -> DFlashDraft
         quant=quant,
         causal=config.causal,
     )
+
+
+def _small_model(
+    draft: DraftConfig, file: GGUFFile, target: Target, plan: MemoryPlan, costs: StepCosts | None
+) -> SmallModel:
+    """Load a small model: into the native library where the target is, if it can run it."""
+    model: Target
+    with open_small_model(draft.path, file, device_type=target.device.type) as (small, spec):
+        if isinstance(target, NativeDecoder) and native_gap(small, spec, SMALL_KV) is None:
+            model = NativeDecoder.load(small, target.library, mode=INT8)
+        else:
+            model = Decoder.load(small, dtype=target.dtype, expand=plan.expanded)
+    return small_model(model, draft, target, plan, costs)
 
 
 def _measure(engine: Engine, costs: StepCosts, drafter: Drafter) -> None:

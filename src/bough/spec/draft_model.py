@@ -1,5 +1,6 @@
 """DraftModel: a draft with its state of every sequence, as a draft call needs it."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -11,6 +12,11 @@ from bough.state.draft_ring import SavedRings
 
 class DraftModel(Protocol):
     """A draft with its state of every sequence."""
+
+    @property
+    def work(self) -> float:
+        """Work of the last call beside a usual one's: of a draft that looks as far ahead as seems to pay."""
+        ...
 
     @property
     def depth(self) -> int:
@@ -43,8 +49,15 @@ class DraftModel(Protocol):
         """Remove the last positions that were added."""
         ...
 
-    def flush(self, slot: int) -> int:
-        """Add the features that wait to the state; return of how many positions there were any."""
+    def flush(self, slot: int, text: Sequence[int] = ()) -> int:
+        """Bring the state up to date; return how many positions were missing.
+
+        text: all tokens up to the anchor of the call that follows.
+        """
+        ...
+
+    def unread(self, slot: int, text: Sequence[int]) -> int:
+        """Return how many positions `flush` has to read that no step left behind: of a prompt, mostly."""
         ...
 
     def candidates(
@@ -60,7 +73,7 @@ class DraftModel(Protocol):
 class NoDraftModel:
     """Prompt lookup alone: no draft, nothing to keep."""
 
-    depth = 15
+    work, depth = 1.0, 15
     taps: tuple[int, ...] = ()
     context_length = 0
 
@@ -72,7 +85,10 @@ class NoDraftModel:
 
     def rollback(self, slot: int, count: int) -> None: ...
 
-    def flush(self, slot: int) -> int:
+    def flush(self, slot: int, text: Sequence[int] = ()) -> int:
+        return 0
+
+    def unread(self, slot: int, text: Sequence[int]) -> int:
         return 0
 
     def candidates(

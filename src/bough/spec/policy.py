@@ -35,6 +35,9 @@ MARGIN = 1.05  # factor by which a tree must promise to beat plain decoding
 # The same for waiting some steps against calling the draft at once, which also yields an outcome to learn
 # from.
 PATIENCE = 1.2
+# Tokens of a text that share the cost of reading its prompt, where the draft has to read it by itself: as
+# many as have been generated, and at least so many.
+HORIZON = 256
 MIX_TRIES = 6  # draft calls in which all drafts are compared before one mix is preferred
 MIX_INTERVAL = 16  # steps between two comparisons, at least
 MIX_DECAY = 0.985  # of the averages that are compared, per comparison
@@ -125,6 +128,8 @@ class PlanRates:
     mix: int
     waited: int  # plain steps since the last tree
     backlog: int  # positions whose features wait for a draft call
+    unread_s: float = 0.0  # that the next draft call takes to read what it has not seen of the text, once
+    horizon: int = HORIZON  # tokens that are still expected: so many share that
 
     @property
     def plain_s(self) -> float:
@@ -143,12 +148,13 @@ class PlanRates:
 
     def best_draft(self, best: Plan, speed: float, seconds: list[float]) -> tuple[Plan, float]:
         """Return the fastest plan of plain steps and a draft call, if any beats `speed` tokens a second."""
-        plain = self.plain_s
+        plain, reading = self.plain_s, self.unread_s / self.horizon
         for wait in (self.waited, *(wait for wait in WAITS if wait > self.waited)):
             now = wait == self.waited
             expected = self.acceptance.expected(wait)[1:]
             for rows, more, cost in zip(self.sizes[1:], expected, seconds, strict=True):
-                rate = (wait + 1 + more) / (wait * plain + cost) / (1 if now else PATIENCE)
+                tokens = wait + 1 + more
+                rate = tokens / (wait * plain + cost + reading * tokens) / (1 if now else PATIENCE)
                 if rate > speed:
                     best, speed = Plan(rows, True, waited=wait) if now else PLAIN, rate
         return best, speed
@@ -166,11 +172,11 @@ class PlanRates:
 
     def probe(self, seconds: list[float]) -> tuple[Plan, float]:
         """Return the draft call that loses least, and the plain steps that it may lose."""
-        plain = self.plain_s
-        probe, loss = Plan(1, True, waited=self.waited), self.call_s / plain
+        plain, unread = self.plain_s, self.unread_s / self.plain_s
+        probe, loss = Plan(1, True, waited=self.waited), self.call_s / plain + unread
         expected = self.acceptance.expected(self.waited)[1:]
         for rows, more, cost in zip(self.sizes[1:], expected, seconds, strict=True):
-            lost = cost / plain - 1 - more
+            lost = cost / plain + unread - 1 - more
             if lost < loss:
                 probe, loss = Plan(rows, True, waited=self.waited), lost
         return probe, loss
@@ -205,13 +211,14 @@ class RowPolicy:
         self._unchanged = 0  # the same, or since the last outcome or the beginning of the text
         self._steps = 0  # of the text
         self.since_draft = 0
+        self.unread = 0  # positions of the text that the draft has not read and no step left to it
 
     def fork(self) -> "RowPolicy":
         """Return the policy of a new text."""
         other = copy(self)
         other._estimators = [estimator.fork() for estimator in self._estimators]
         other._new_text, other._unchanged = True, 0
-        other._steps = 0
+        other._steps = other.unread = 0
         return other
 
     def plan(self, *, copied: int = 0, probability: float = 0.0) -> Plan:
@@ -339,7 +346,8 @@ class RowPolicy:
             return PLAIN
         self._mix = self.mixes.best(self.costs.of, self.costs.draft_call)
         waited, unchanged = self._waited, self._unchanged
-        rates = PlanRates(self.costs, self._sizes, self._estimator, self._mix, waited, unchanged)
+        reading = (self.costs.backlog * self.unread, max(HORIZON, self._steps))
+        rates = PlanRates(self.costs, self._sizes, self._estimator, self._mix, waited, unchanged, *reading)
         best, speed = PLAIN, MARGIN / rates.plain_s
         seconds = rates.draft_seconds() if drafts else []
         if drafts:

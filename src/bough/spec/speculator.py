@@ -90,7 +90,7 @@ class _Text:
     def ask(self, turn: Turn, *, chain: bool) -> Ask:
         """Return its part of a draft call; where trees are chains, no lookup is among the candidates."""
         copied, score = self.copied
-        return Ask(turn.slot, turn.anchor, [] if chain else copied, score)
+        return Ask(turn.slot, turn.anchor, [] if chain else copied, score, self.lookup.text)
 
     def looked_up(self) -> tuple[list[int], float]:
         """Return what followed the last tokens earlier in the text, and each one's log probability."""
@@ -294,7 +294,7 @@ class Speculator:
         """Call the draft for the text that was begun last, to see what that takes."""
         *_, slot = self._texts
         self._call = self._draft_calls[0, False]
-        self._call([Ask(slot, 0, [], 0.0)], short=self._policy.rows_are_dear)
+        self._call([Ask(slot, 0, [], 0.0, [0])], short=self._policy.rows_are_dear)
 
     # -- Steps of one text: the tree stays on the device
 
@@ -318,6 +318,7 @@ class Speculator:
         copied, score = text.copied
         if turn.max_rows == 1:
             return
+        text.policy.unread = self._draft.unread(turn.slot, text.lookup.text)
         text.plan = plan = text.policy.plan(copied=len(copied), probability=math.exp(score))
         if plan.draft:
             # Of a larger tree the constraint leaves enough.
@@ -356,7 +357,8 @@ class Speculator:
             positions, backlog_s = self._call.backlog
             wall_s = outcome.draft_s - backlog_s
             backlog_s *= outcome.draft_share
-            costs.observe_draft(draft_s - backlog_s, plan.mix, wall_s)
+            work = self._call.work
+            costs.observe_draft((draft_s - backlog_s) / work, plan.mix, wall_s / work)
             costs.observe_backlog(backlog_s, positions)
         self._observed = slot, self._clock()
         if before == slot:
@@ -387,7 +389,9 @@ class Speculator:
         if self._padded_sizes is not None:
             rows = next((size for size in self._padded_sizes if size >= rows), MAX_ROWS)
         self._sharing.costs.observe_step(len(outcomes) + len(prompts), rows, step.verify_cost)
-        self._sharing.costs.observe_draft(self._asked, step.draft_share * step.draft_s, self._planned.mix)
+        if self._asked:
+            draft_s = step.draft_share * (step.draft_s - self._call.backlog[1]) / self._call.work
+            self._sharing.costs.observe_draft(self._asked, draft_s, self._planned.mix)
         self._asked = 0
 
     def _choose(self, turns: Sequence[Turn]) -> list[int]:
