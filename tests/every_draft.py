@@ -44,6 +44,8 @@ PROPOSERS = {
     f"{ITSELF} and lookup": Proposers(ITSELF),
     **{f"{kind}, mtp, lookup": Proposers(kind, "on") for kind in METHODS if "of" not in kind},
 }
+# On a GPU whole models are refused.
+GPU_PROPOSERS = [name for name, each in PROPOSERS.items() if each.draft not in (SMALL, ITSELF)]
 
 
 class EveryDraft:
@@ -53,12 +55,14 @@ class EveryDraft:
         self._target, self._folder, self._device = target, folder, device
         with GGUFFile.open(target) as file:
             spec = ModelSpec.from_gguf(file)
+            images = "<|vision_start|>" in file.metadata["tokenizer.ggml.tokens"]
         for seed, (kind, method) in enumerate(METHODS.items()):
             config = draft_config(spec, nested=True, method=method)
             if "markov_rank" in method:
                 config["architectures"] = ["Qwen3DSparkModel"]
             save_draft(folder / kind, config, seed=seed)
-        small = make_tiny(folder / "small.gguf", family="qwen3", layers=2, width=32, seed=9)
+        # It has no recurrent states.
+        small = make_tiny(folder / "small.gguf", family="qwen3", layers=2, width=32, seed=9, images=images)
         self._models = {SMALL: small, ITSELF: target}
 
     def plain(self, **settings: Any) -> Session:

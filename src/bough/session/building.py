@@ -86,7 +86,9 @@ def small_model(
         max_rows=SMALL_ROWS,
         cache=CacheConfig(*SMALL_KV),
     )
-    return SmallModel(model, states, vocabulary=target.spec.vocab_size, costs=costs)
+    draft = SmallModel(model, states, vocabulary=target.spec.vocab_size, costs=costs)
+    draft.measure()
+    return draft
 
 
 def speculator(

@@ -230,10 +230,22 @@ class SmallModel:
             found = ranked(hidden[rows], depths, min(_CHILDREN, count))
             for node, tokens, values in zip(nodes, *(part.tolist() for part in found), strict=True):
                 node.children = _nodes(node, tokens, values)
-            seconds = time.perf_counter() - start
             self._passes += 1
-            self._pass_s += (COST_RATE if self._pass_s else 1.0) * (seconds - self._pass_s)
+            self._observe(time.perf_counter() - start)
         return search.proposal()
+
+    @torch.inference_mode()
+    def measure(self) -> None:
+        """Time a forward pass, so that the first call knows how far ahead it pays to look."""
+        for _ in range(3):
+            start = time.perf_counter()
+            self._read(self._idle[0], [0])
+            self._observe(time.perf_counter() - start)
+
+    def _observe(self, seconds: float) -> None:
+        """Learn what a pass takes; a faster one counts at once."""
+        before = self._pass_s or seconds
+        self._pass_s = min(seconds, before + COST_RATE * (seconds - before))
 
     def _limits(self) -> tuple[float, float]:
         """Return the least probability that a pass is made for, and that of rows beside: by what they cost.
