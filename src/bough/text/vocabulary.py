@@ -24,6 +24,8 @@ def vocabulary_gap(target: Mapping[str, Any], draft: Mapping[str, Any]) -> str |
             mine, its = ("none" if mark is None else f"token {mark}" for mark in marks)
             return f"it adds {its} as {name.upper()} to a text, the target {mine}"
     ours, its = (metadata.get(f"{KEY}tokens", []) for metadata in (target, draft))
+    if not its:
+        return "it has no tokens"
     token = _first_difference(ours, its)
     if abs(len(ours) - len(its)) > MOST_EXTRA:
         return (
