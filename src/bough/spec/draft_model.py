@@ -57,7 +57,7 @@ class DraftModel(Protocol):
         ...
 
     def unread(self, slot: int, text: Sequence[int]) -> int:
-        """Return how many positions `flush` has to read that no step left behind: of a prompt, mostly."""
+        """Return how many positions the next call has to read of a text that it reads by itself."""
         ...
 
     def candidates(
