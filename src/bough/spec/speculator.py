@@ -41,6 +41,7 @@ CANDIDATES = 24  # of a depth; a tree of 63 nodes rarely needs more
 SPINE = math.log(0.02)  # the likeliest path is in the tree while its probability is at least this
 _FORCED = math.log(0.97)  # text without a choice may still be tokenised in another way
 _RESTED = Plan(1, False)  # of a plain step that was not planned by itself
+_MOST_UNREAD = 512  # tokens that a draft reads by itself while other texts wait
 _CONSTRAINED = 3  # times as many nodes are built under a constraint, which then prunes them
 
 
@@ -422,7 +423,8 @@ class Speculator:
         text.policy.begin_step()
         if text.policy.started and (due or not text.expected):
             text.expected = text.policy.expected()
-        max_rows = min(turn.max_rows, self._config.budget + 1)
+        unread = self._draft.unread(turn.slot, text.lookup.text)
+        max_rows = 1 if unread > _MOST_UNREAD else min(turn.max_rows, self._config.budget + 1)
         since = text.policy.since_draft
         return Offer(text.expected, len(copied), math.exp(score), max_rows, since, turn.slot)
 
