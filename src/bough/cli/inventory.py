@@ -34,10 +34,6 @@ class Inventory:
         names = {card.name for card in catalog.of_draft(repo)}
         return [target for target in self.targets if target.card is not None and target.card.name in names]
 
-    def proposers(self) -> list["Proposer"]:
-        """Return the models here that may propose tokens for larger ones."""
-        return proposers((str(target.files), target.files.path) for target in self.targets)
-
     def draft_of(self, card: ModelCard) -> Cached | None:
         repo = card.draft.repo.lower() if card.draft else None
         return next((draft for draft in self.drafts if draft.repo.lower() == repo), None)

@@ -8,7 +8,7 @@ import typer
 from bough.bench.cards import about_tok_s
 from bough.cli import view
 from bough.cli.completion import pulled_names
-from bough.cli.inventory import CachedTarget, Inventory, inventory
+from bough.cli.inventory import CachedTarget, Inventory, inventory, proposers
 from bough.errors import UsageError
 from bough.hub import catalog
 from bough.hub.cache import Cached
@@ -163,11 +163,11 @@ def _model(target: CachedTarget, models: Inventory) -> dict[str, Any]:
 
 def _add_small_models(rows: list[dict[str, Any]], models: Inventory) -> None:
     """Name the models that can propose tokens for those without a draft, which would be better."""
-    proposers = {each.name: each for each in models.proposers()}
+    here = proposers((str(target.files), target.files.path) for target in models.targets)
+    by_name = {each.name: each for each in here}
     for row in rows:
-        row["small_models"] = []
-        if row["draft"] is None and row["name"] in proposers:
-            row["small_models"] = proposers[row["name"]].small_models([*proposers.values()])
+        suits = row["draft"] is None and row["name"] in by_name
+        row["small_models"] = by_name[row["name"]].small_models(here) if suits else []
 
 
 def _draft(draft: Cached) -> dict[str, Any]:

@@ -255,8 +255,9 @@ def _draft(target: Path, card: ModelCard | None) -> dict[str, Any] | None:
 
 def _small_models(file: "GGUFFile") -> list[str]:
     """Return the models in the cache and beside a file that can propose tokens for it."""
-    beside = ((str(path), path) for path in sorted(file.path.parent.glob("*.gguf")))
-    others = [*inventory().proposers(), *proposers(beside)]
+    names = {path.resolve(): str(path) for path in sorted(file.path.parent.glob("*.gguf"))}
+    names |= {target.files.path.resolve(): str(target.files) for target in inventory().targets}
+    others = proposers((name, path) for path, name in names.items())
     return Proposer(file.path.name, file.size_bytes, file.metadata).small_models(others)
 
 
