@@ -75,18 +75,25 @@ def draft_model(draft: DFlashDraft, config: DraftConfig, target: Target, plan: M
 
 
 def small_model(
-    model: Target, config: DraftConfig, target: Target, plan: MemoryPlan, costs: StepCosts | None
+    model: Target, config: EngineConfig, target: Target, plan: MemoryPlan, costs: StepCosts
 ) -> SmallModel:
     """Return a small model with its state."""
+    assert config.draft is not None and config.speculation is not None
     spec = model.spec
     states = SequenceStates(
         spec,
-        max_ctx=min(plan.max_ctx, spec.context_length, config.context or spec.context_length),
+        max_ctx=min(plan.max_ctx, spec.context_length, config.draft.context or spec.context_length),
         slots=plan.sequences,
         max_rows=SMALL_ROWS,
         cache=CacheConfig(*SMALL_KV),
     )
-    draft = SmallModel(model, states, vocabulary=target.spec.vocab_size, costs=costs)
+    draft = SmallModel(
+        model,
+        states,
+        vocabulary=target.spec.vocab_size,
+        budget=config.speculation.budget,
+        costs=costs if config.speculation.adaptive else None,
+    )
     draft.measure()
     return draft
 

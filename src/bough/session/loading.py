@@ -362,8 +362,7 @@ def _drafter(
         return NoDrafter()
     model: DraftModel | None = mtp
     if config.draft is not None and is_small_model(config.draft.path):
-        of_steps = costs if config.speculation.adaptive else None
-        model = _small_model(config.draft, file, target, plan, of_steps)
+        model = _small_model(config.draft.path, config, file, target, plan, costs)
     elif config.draft is not None:
         loaded = _draft(config.draft, target, plan)
         if loaded.refiner is not None and isinstance(target, Decoder):
@@ -393,16 +392,16 @@ def _draft(config: DraftConfig, target: Target, plan: MemoryPlan) -> DFlashDraft
 
 
 def _small_model(
-    draft: DraftConfig, file: GGUFFile, target: Target, plan: MemoryPlan, costs: StepCosts | None
+    path: Path, config: EngineConfig, file: GGUFFile, target: Target, plan: MemoryPlan, costs: StepCosts
 ) -> SmallModel:
     """Load a small model: into the native library where the target is, if it can run it."""
     model: Target
-    with open_small_model(draft.path, file, device_type=target.device.type) as (small, spec):
+    with open_small_model(path, file, device_type=target.device.type) as (small, spec):
         if isinstance(target, NativeDecoder) and native_gap(small, spec, SMALL_KV) is None:
             model = NativeDecoder.load(small, target.library, mode=INT8)
         else:
             model = Decoder.load(small, dtype=target.dtype, expand=plan.expanded)
-    return small_model(model, draft, target, plan, costs)
+    return small_model(model, config, target, plan, costs)
 
 
 def _measure(engine: Engine, costs: StepCosts, drafter: Drafter) -> None:

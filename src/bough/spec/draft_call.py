@@ -119,7 +119,7 @@ class DraftCall:
         self._reports = torch.zeros(MAX_ROWS, sum(self._sizes), dtype=torch.int64, pin_memory=on_device)
         self._asked = 1  # sequences of the last call
         self.backlog = 0, 0.0  # positions that had waited for the last call, and their seconds
-        self.work = 1.0  # of the last call, beside a usual one's
+        self.passes = 1.0  # of the last call
 
     @property
     def functions(self) -> list[CapturedFunction]:
@@ -312,7 +312,7 @@ class HostDraftCall(DraftCall):
         tokens, scores = torch.tensor(chains), torch.tensor([ask.score for ask in asks])
         scores = scores[:, None].expand(tokens.shape)
         proposals, built = self._build(anchors, slots, tokens, scores, nodes)
-        self.work = max(draft.work for draft in self._drafts)
+        self.passes = max(draft.passes for draft in self._drafts)
         leading = [self._led(proposal) for proposal in proposals]
         trees = [[self._reported(*tree) for tree in zip(*each, strict=True)] for each in built]
         self._made = [

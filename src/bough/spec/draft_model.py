@@ -14,8 +14,13 @@ class DraftModel(Protocol):
     """A draft with its state of every sequence."""
 
     @property
-    def work(self) -> float:
-        """Work of the last call beside a usual one's: of a draft that looks as far ahead as seems to pay."""
+    def passes(self) -> float:
+        """Forward passes of the last call, for each text; a draft may look as far ahead as seems to pay."""
+        ...
+
+    @property
+    def next_passes(self) -> float:
+        """How many the next call is expected to make."""
         ...
 
     @property
@@ -73,7 +78,7 @@ class DraftModel(Protocol):
 class NoDraftModel:
     """Prompt lookup alone: no draft, nothing to keep."""
 
-    work, depth = 1.0, 15
+    passes, next_passes, depth = 1.0, 1.0, 15
     taps: tuple[int, ...] = ()
     context_length = 0
 

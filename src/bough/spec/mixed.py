@@ -14,7 +14,7 @@ from bough.state.draft_ring import SavedRings
 class MixedModel:
     """A block draft and the target's MTP block beside it: a `DraftModel` of the states of both."""
 
-    work = 1.0
+    passes = next_passes = 1.0
 
     def __init__(self, first: DraftModel, other: DraftModel, *, width: int):
         """`width` of the target, whose features both read."""

@@ -130,6 +130,7 @@ class PlanRates:
     backlog: int  # positions whose features wait for a draft call
     unread_s: float = 0.0  # that the next draft call takes to read what it has not seen of the text, once
     horizon: int = HORIZON  # tokens that are still expected
+    passes: float = 1.0  # of a draft call, which costs are counted by
 
     @property
     def plain_s(self) -> float:
@@ -139,7 +140,7 @@ class PlanRates:
     @property
     def call_s(self) -> float:
         """Seconds of a draft call, with the positions that have waited for it."""
-        return self.costs.draft_call(self.mix) + self.costs.backlog * self.backlog
+        return self.passes * self.costs.draft_call(self.mix) + self.costs.backlog * self.backlog
 
     def draft_seconds(self) -> list[float]:
         """Return what a draft call and a tree cost, for each size but the root alone."""
@@ -218,6 +219,7 @@ class RowPolicy:
         self._unchanged = 0  # the same, or since the last outcome or the beginning of the text
         self._steps = 0  # of the text
         self.since_draft = 0
+        self.passes = 1.0  # that the next draft call makes
         self.unread = 0  # positions that the draft reads by itself and has not: of a prompt, mostly
 
     def fork(self) -> "RowPolicy":
@@ -365,6 +367,7 @@ class RowPolicy:
             backlog,
             once,
             max(HORIZON, self._steps),
+            self.passes,
         )
         best, speed = PLAIN, MARGIN / rates.plain_s
         seconds = rates.draft_seconds() if drafts else []

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -25,6 +26,7 @@ _RECENT = 8  # tokens that a call reads by itself; more are a backlog
 SMALL_ROWS, _BEAMS, _CHILDREN, _CHAINS = 24, 4, 3, 30
 # Probability of the path to the node that a forward pass is made for, and to others beside it, at least.
 _LEAST, _LEAST_BESIDE = 0.3, 0.1
+_REMEMBERED = 16  # calls, by which the next one's passes are expected
 
 
 @dataclass(slots=True)
@@ -45,25 +47,35 @@ class _Node:
 class _Search:
     """The nodes of one call, from the candidates after the anchor on."""
 
-    def __init__(self, ids: Tensor, scores: Tensor):
-        """ids, scores [k]: the candidates."""
-        self._ids, self._scores = ids, scores
+    def __init__(self, ids: Tensor, scores: Tensor, *, budget: int):
+        """ids, scores [k]: the candidates; `budget`: nodes of a tree, at most."""
+        self._ids, self._scores, self._budget = ids, scores, budget
         self.first = _nodes(None, ids.tolist(), scores.tolist())
         self.rows: list[_Node] = []  # continued, in the order of their rows
 
     def best(self, least: float, beside: float) -> list[_Node]:
         """Return the likeliest nodes to continue, with new rows; none if the best has less than `least`."""
-        ends = sorted(
-            (node for node in self._ends() if node.depth < _DEPTH - 1), key=lambda node: -node.worth
-        )
-        if not ends or ends[0].worth < math.log(least):
+        if self.likeliest < least:
             return []
-        likely = [node for node in ends if node.worth >= math.log(min(beside, least))]
+        likely = [node for node in self._open() if node.worth >= math.log(min(beside, least))]
         nodes = likely[: min(_BEAMS, SMALL_ROWS - len(self.rows))]
         for node in nodes:
             node.row = len(self.rows)
             self.rows.append(node)
         return nodes
+
+    @property
+    def likeliest(self) -> float:
+        """Return the probability of the best path that can be continued; 0: there is none."""
+        ends = self._open()
+        return math.exp(ends[0].worth) if ends and len(self.rows) < SMALL_ROWS else 0.0
+
+    def _open(self) -> list[_Node]:
+        """Return the nodes to continue, best first: those whose children may be in a tree of the budget."""
+        worths = sorted((node.worth for node in self._all()), reverse=True)
+        least = worths[self._budget - 1] if len(worths) >= self._budget else -math.inf
+        ends = [node for node in self._ends() if node.depth < _DEPTH - 1 and node.worth > least]
+        return sorted(ends, key=lambda node: -node.worth)
 
     def tree(self) -> tuple[list[int], list[int]]:
         """Return tokens and parents of the rows; those after the anchor have no parent."""
@@ -100,8 +112,10 @@ class _Search:
 
     def _ends(self) -> list[_Node]:
         """Return the nodes that have not been continued."""
-        nodes = [*self.first, *(child for node in self.rows for child in node.children)]
-        return [node for node in nodes if node.row < 0]
+        return [node for node in self._all() if node.row < 0]
+
+    def _all(self) -> list[_Node]:
+        return [*self.first, *(child for node in self.rows for child in node.children)]
 
 
 def _nodes(parent: _Node | None, tokens: Sequence[int], scores: Sequence[float]) -> list[_Node]:
@@ -143,18 +157,34 @@ class SmallModel:
     context_length = 0
 
     def __init__(
-        self, model: Target, states: SequenceStates, *, vocabulary: int, costs: StepCosts | None = None
+        self,
+        model: Target,
+        states: SequenceStates,
+        *,
+        vocabulary: int,
+        budget: int = SMALL_ROWS,
+        costs: StepCosts | None = None,
     ):
-        """`vocabulary`: the target's; `costs` of its steps, None: each call looks as far as it can."""
-        self._model, self._states, self._vocabulary, self._costs = model, states, vocabulary, costs
+        """`vocabulary`: the target's; `budget` of a tree; `costs` of the target's steps.
+
+        Without costs each call looks as far as the budget can.
+        """
+        self._model, self._states, self._costs = model, states, costs
+        self._vocabulary, self._budget = vocabulary, budget
         self._idle = [_Reading(states.open()) for _ in states.lengths]
         self._readings: dict[int, _Reading] = {}  # by the target's slot
         self._pass_s = 0.0  # of a forward pass beyond the first
-        self._passes = self._usual_passes = 0.0  # of the last call, for each text
+        self.passes = 1.0  # of the last call, for each text
+        # Of the last texts: the probability of the best path before each pass, and where it ended.
+        self._followed: deque[list[float]] = deque(maxlen=_REMEMBERED)
 
     @property
-    def work(self) -> float:
-        return self._passes / self._usual_passes if self._passes else 1.0
+    def next_passes(self) -> float:
+        """As many as the last calls would have made by the costs of now."""
+        if not self._followed:
+            return 1.0
+        least = self._limits()[0]
+        return 1 + sum(sum(p >= least for p in followed) for followed in self._followed) / len(self._followed)
 
     def begin(self, slot: int) -> None:
         if (reading := self._readings.pop(slot, None)) is not None:
@@ -195,24 +225,22 @@ class SmallModel:
         self, anchors: Tensor, slots: Tensor, rank: Rank, count: int, chains: Tensor | None = None
     ) -> Proposal:
         """Return what the model proposes after the anchors [S], the last tokens of the texts."""
-        self._passes = 0.0
         proposals = [
             self._proposal(*each, rank, count) for each in zip(slots.split(1), anchors.split(1), strict=True)
         ]
-        self._passes /= len(proposals)
-        usual = self._usual_passes or self._passes
-        self._usual_passes = usual + COST_RATE * (self._passes - usual)
+        last = [*self._followed][-len(proposals) :]
+        self.passes = max(1.0, sum(map(len, last)) / len(proposals))
         most = max(len(proposal.chains) for proposal in proposals)
         return Proposal.stack([_with_chains(proposal, most) for proposal in proposals])
 
     def _proposal(self, slots: Tensor, anchors: Tensor, rank: Rank, count: int) -> Proposal:
         reading = self._readings[int(slots)]
         if reading.rest:
-            self._passes += 1
             self._read(reading, reading.rest)
             reading.rest = []
         if reading.hidden is None:
-            return _Search(anchors.new_full((count,), -1), torch.full((count,), -math.inf)).proposal()
+            nothing = anchors.new_full((count,), -1), torch.full((count,), -math.inf)
+            return _Search(*nothing, budget=self._budget).proposal()
 
         def ranked(hidden: Tensor, depths: Sequence[int], count: int) -> tuple[Tensor, Tensor]:
             """Rank what follows rows [n, width]: [n, count]."""
@@ -221,8 +249,9 @@ class SmallModel:
             return ids[0], scores[0]
 
         ids, scores = ranked(reading.hidden, [0], count)
-        search = reading.search = _Search(ids[0], scores[0])
+        search = reading.search = _Search(ids[0], scores[0], budget=self._budget)
         least, beside = self._limits()
+        self._followed.append(followed := [search.likeliest])
         while nodes := search.best(least, beside):
             start = time.perf_counter()
             hidden = self._verified(reading, search)
@@ -230,7 +259,7 @@ class SmallModel:
             found = ranked(hidden[rows], depths, min(_CHILDREN, count))
             for node, tokens, values in zip(nodes, *(part.tolist() for part in found), strict=True):
                 node.children = _nodes(node, tokens, values)
-            self._passes += 1
+            followed.append(search.likeliest)
             self._observe(time.perf_counter() - start)
         return search.proposal()
 

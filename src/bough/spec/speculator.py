@@ -319,6 +319,7 @@ class Speculator:
         copied, score = text.copied
         if turn.max_rows == 1:
             return
+        text.policy.passes = self._draft.next_passes
         text.policy.unread = self._draft.unread(turn.slot, text.lookup.text)
         text.plan = plan = text.policy.plan(copied=len(copied), probability=math.exp(score))
         if plan.draft:
@@ -358,8 +359,8 @@ class Speculator:
             positions, backlog_s = self._call.backlog
             wall_s = outcome.draft_s - backlog_s
             backlog_s *= outcome.draft_share
-            work = self._call.work
-            costs.observe_draft((draft_s - backlog_s) / work, plan.mix, wall_s / work)
+            passes = self._call.passes
+            costs.observe_draft((draft_s - backlog_s) / passes, plan.mix, wall_s / passes)
             costs.observe_backlog(backlog_s, positions)
         self._observed = slot, self._clock()
         if before == slot:
@@ -391,7 +392,8 @@ class Speculator:
             rows = next((size for size in self._padded_sizes if size >= rows), MAX_ROWS)
         self._sharing.costs.observe_step(len(outcomes) + len(prompts), rows, step.verify_cost)
         if self._asked:
-            draft_s = step.draft_share * (step.draft_s - self._call.backlog[1]) / self._call.work
+            draft_s = step.draft_share * (step.draft_s - self._call.backlog[1])
+            draft_s *= self._draft.next_passes / self._call.passes
             self._sharing.costs.observe_draft(self._asked, draft_s, self._planned.mix)
         self._asked = 0
 

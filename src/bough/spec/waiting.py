@@ -12,7 +12,7 @@ _MOST = 512  # rows that wait, or pieces of a few rows
 class WaitingFeatures(ABC):
     """The part of a `DraftModel` that adds features to its state, by slot."""
 
-    work = 1.0
+    passes = next_passes = 1.0
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
