@@ -255,7 +255,8 @@ def _draft_need(
         need += _mtp_need(file, spec, device_type, rings=rings, expand=expand)
     if config.speculation is not None and config.draft is not None:
         if is_small_model(config.draft.path):
-            return need + _small_need(file, config.draft, device_type, rings=rings, native=native)
+            small = {"rings": rings, "expand": expand, "native": native}
+            return need + _small_need(file, config.draft, device_type, **small)
         need += _block_draft_need(spec, config.draft, device_type, rings=rings, expand=expand, native=native)
     return need
 
@@ -273,14 +274,20 @@ def _mtp_need(
 
 
 def _small_need(
-    target: GGUFFile, draft: DraftConfig, device_type: DeviceType, *, rings: Mapping[str, Any], native: bool
+    target: GGUFFile,
+    draft: DraftConfig,
+    device_type: DeviceType,
+    *,
+    rings: Mapping[str, Any],
+    expand: bool,
+    native: bool,
 ) -> _DraftNeed:
     """Return the need of a small model: its weights, the KV cache of one text, and its states."""
     with open_small_model(draft.path, target, device_type=device_type) as (file, spec):
         if native and native_gap(file, spec, SMALL_KV) is None:
             weights = packed_model_bytes(file, spec)
         else:
-            weights = held_bytes(Decoder(spec, MeasuringLoader(file, tiles=False, expand=False), _CPU))
+            weights = held_bytes(Decoder(spec, MeasuringLoader(file, tiles=False, expand=expand), _CPU))
         context = min(rings["max_ctx"], spec.context_length, draft.context or spec.context_length)
         states = _state_bytes(spec, SMALL_ROWS, rings["slots"], torch.float32)
         kv = context * kv_bytes_per_token(spec, SMALL_KV)
