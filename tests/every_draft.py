@@ -11,6 +11,7 @@ from bough.models.spec import ModelSpec
 from bough.session.loading import load_session
 from bough.session.session import Session
 from tests.tiny_draft import SECOND, draft_config, save_draft
+from tests.tiny_weaver import save_weaver, weaver_config
 from workshop.tiny import make_tiny
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -32,6 +33,7 @@ class Proposers:
     draft: str | None = None  # one of METHODS, or a whole model
     mtp: Literal["auto", "on", "off"] = "off"
     lookup: bool = True
+    head: str | None = None  # a generation of Weaver's over the draft
 
 
 # Each alone, and all that can stand in one tree.
@@ -43,6 +45,8 @@ PROPOSERS = {
     ITSELF: Proposers(ITSELF, lookup=False),
     f"{ITSELF} and lookup": Proposers(ITSELF),
     **{f"{kind}, mtp, lookup": Proposers(kind, "on") for kind in METHODS if "of" not in kind},
+    "first weaver": Proposers("dflash", lookup=False, head="first"),
+    "weaver, lookup": Proposers("dflash", head="second"),
 }
 # On a GPU whole models are refused.
 GPU_PROPOSERS = [name for name, each in PROPOSERS.items() if each.draft not in (SMALL, ITSELF)]
@@ -64,6 +68,9 @@ class EveryDraft:
         # It has no recurrent states.
         small = make_tiny(folder / "small.gguf", family="qwen3", layers=2, width=32, seed=9, images=images)
         self._models = {SMALL: small, ITSELF: target}
+        for generation in ("first", "second"):
+            config = weaver_config(spec.width, depth=METHODS["dflash"]["block_size"] - 1)
+            save_weaver(folder / f"weaver-{generation}", config, learned=generation == "first")
 
     def plain(self, **settings: Any) -> Session:
         return load_session(self._target, self._config(None, None, **settings))
@@ -87,7 +94,8 @@ class EveryDraft:
         chosen = PROPOSERS[proposers]
         own: dict[str, Any] = {"adaptive": False, "mtp": chosen.mtp, "lookup": chosen.lookup}
         path = self._models.get(chosen.draft or "", self._folder / (chosen.draft or ""))
-        draft = DraftConfig(path) if chosen.draft else None
+        head = self._folder / f"weaver-{chosen.head}" / "weaver.pth" if chosen.head else None
+        draft = DraftConfig(path, head=head) if chosen.draft else None
         return self._config(SpecConfig(**{**own, **settings}), draft, **(engine or {}))
 
     def _config(
