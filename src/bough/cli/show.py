@@ -206,6 +206,7 @@ def describe(file: "GGUFFile", source: str) -> dict[str, Any]:
         "types": _types(file),
         "model": None,
         "vectors": None,
+        "images": None,
         "stored_bytes": None,
         "memory": [],
     }
@@ -216,6 +217,7 @@ def describe(file: "GGUFFile", source: str) -> dict[str, Any]:
         facts["vectors"] = vectors and {"kind": vectors.kind, "pooling": vectors.pooling.name}
         facts["stored_bytes"] = stored(file, spec)
         facts["memory"] = _memory(file, spec, native=not _not_native(facts))
+        facts["images"] = _images(file, spec)
     except ModelFileError as error:
         facts["problems"].append(with_flags(error.message))
     facts["text"] = None
@@ -274,10 +276,20 @@ def _types(file: "GGUFFile") -> list[dict[str, Any]]:
 
 def _model(spec: "ModelSpec") -> dict[str, Any]:
     shapes = asdict(spec)
-    for key in ("architecture", "name", "family", "layers", "mtp_layers"):
+    for key in ("architecture", "name", "family", "layers", "attention", "mtp_layers"):
         del shapes[key]
     layers = {"attention": spec.attention_layers, "delta": spec.delta_layers, "mtp": spec.mtp_layers}
+    windows = [layer.window for layer in spec.attention if layer.window is not None]
+    layers |= {"sliding": len(windows), "window": max(windows, default=0)}
     return {"layers": layers, **shapes}
+
+
+def _images(file: "GGUFFile", spec: "ModelSpec") -> dict[str, Any] | None:
+    """Return the image encoder beside a model; None: it takes no images."""
+    if not spec.rope_sections:
+        return None
+    path = with_encoder(file, EngineConfig()).mmproj
+    return {"encoder": path and str(path), "size_bytes": path and path.stat().st_size}
 
 
 def _parameters(file: "GGUFFile", spec: "ModelSpec") -> dict[str, int]:
@@ -329,7 +341,7 @@ def _text(file: "GGUFFile") -> dict[str, Any]:
 def _print(facts: dict[str, Any]) -> None:
     parts: dict[str, list[tuple[str, str]]] = {"File": _file_rows(facts)}
     if facts["model"]:
-        parts["Model"] = [*_model_rows(facts["model"]), ("weights", _weights(facts))]
+        parts["Model"] = [*_model_rows(facts["model"]), ("weights", _weights(facts)), *_image_rows(facts)]
     if facts["text"]:
         parts["Text"] = _text_rows(facts["text"])
     if facts["vectors"]:
@@ -378,11 +390,11 @@ def _model_rows(model: dict[str, Any]) -> list[tuple[str, str]]:
     if parameters["active"] != parameters["total"]:
         count += f", {view.count(parameters['active'])} of them active for a token"
     depth = layers["attention"] + layers["delta"]
-    kinds = (
-        f": {layers['attention']} attention + {layers['delta']} Gated DeltaNet"
-        if delta
-        else ", all attention"
-    )
+    kinds = ", all attention"
+    if delta:
+        kinds = f": {layers['attention']} attention + {layers['delta']} Gated DeltaNet"
+    elif layers["sliding"]:
+        kinds += f", {layers['sliding']} of them to {layers['window']:,} tokens and alone with rope"
     feed_forward = f", feed-forward {model['feed_forward']}" if model["feed_forward"] else ""
     rows = [
         ("parameters", count),
@@ -416,6 +428,8 @@ def _not_native(facts: dict[str, Any]) -> str:
     """Return which weights native CPU code does not run; nothing if it runs all."""
     if facts["model"]["experts"]:
         return "of experts"
+    if facts["model"]["layers"]["sliding"]:
+        return "of models with sliding layers"
     others = [row["type"] for row in facts["types"] if row["type"] not in NATIVE_TYPES]
     return f"of type {', '.join(others)}" if others else ""
 
@@ -433,6 +447,14 @@ def _weights(facts: dict[str, Any]) -> str:
         f"{stored} as stored, and about that on a GPU or in native CPU code; "
         f"{expanded} in PyTorch on a CPU (32 bits each)"
     )
+
+
+def _image_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    if facts["images"] is None:
+        return []
+    if (encoder := facts["images"]["encoder"]) is None:
+        return [("images", "with its image encoder, a file of its own (mmproj), which is not beside it")]
+    return [("images", f"{Path(encoder).name}, {view.amount(facts['images']['size_bytes'])}")]
 
 
 def _text_rows(text: dict[str, Any]) -> list[tuple[str, str]]:
