@@ -30,16 +30,16 @@ _REMEMBERED = 16  # calls, by which the next one's passes are expected
 
 
 @dataclass(slots=True)
-class _Node:
+class _PathNode:
     token: int
     score: float  # log probability after its parent
     worth: float  # log probability of the path to it
-    parent: "_Node | None"
+    parent: "_PathNode | None"
     depth: int  # of the first tokens 0
     row: int = -1  # in the tree that the model verifies; -1: it has not been continued
-    children: "list[_Node]" = field(default_factory=list)  # best first
+    children: "list[_PathNode]" = field(default_factory=list)  # best first
 
-    def path(self) -> "list[_Node]":
+    def path(self) -> "list[_PathNode]":
         """Return the nodes from the first token to this one."""
         return [*(self.parent.path() if self.parent else ()), self]
 
@@ -51,9 +51,9 @@ class _Search:
         """ids, scores [k]: the candidates; `budget`: nodes of a tree, at most."""
         self._ids, self._scores, self._budget = ids, scores, budget
         self.first = _nodes(None, ids.tolist(), scores.tolist())
-        self.rows: list[_Node] = []  # continued, in the order of their rows
+        self.rows: list[_PathNode] = []  # continued, in the order of their rows
 
-    def best(self, least: float, beside: float) -> list[_Node]:
+    def best(self, least: float, beside: float) -> list[_PathNode]:
         """Return the likeliest nodes to continue, with new rows; none if the best has less than `least`."""
         if self.likeliest < least:
             return []
@@ -70,7 +70,7 @@ class _Search:
         ends = self._open()
         return math.exp(ends[0].worth) if ends and len(self.rows) < SMALL_ROWS else 0.0
 
-    def _open(self) -> list[_Node]:
+    def _open(self) -> list[_PathNode]:
         """Return the nodes to continue, best first: those whose children may be in a tree of the budget."""
         worths = sorted((node.worth for node in self._all()), reverse=True)
         least = worths[self._budget - 1] if len(worths) >= self._budget else -math.inf
@@ -103,25 +103,25 @@ class _Search:
             given=pad(given, more, value=-2),
         )
 
-    def _spine(self) -> Iterator[_Node]:
+    def _spine(self) -> Iterator[_PathNode]:
         """Yield the path of best children, as far as it was continued."""
         nodes = self.first
         while nodes and nodes[0].row >= 0:
             yield nodes[0]
             nodes = nodes[0].children
 
-    def _ends(self) -> list[_Node]:
+    def _ends(self) -> list[_PathNode]:
         """Return the nodes that have not been continued."""
         return [node for node in self._all() if node.row < 0]
 
-    def _all(self) -> list[_Node]:
+    def _all(self) -> list[_PathNode]:
         return [*self.first, *(child for node in self.rows for child in node.children)]
 
 
-def _nodes(parent: _Node | None, tokens: Sequence[int], scores: Sequence[float]) -> list[_Node]:
+def _nodes(parent: _PathNode | None, tokens: Sequence[int], scores: Sequence[float]) -> list[_PathNode]:
     worth, depth = (parent.worth, parent.depth + 1) if parent else (0.0, 0)
     pairs = [(token, score) for token, score in zip(tokens, scores, strict=True) if score > -math.inf]
-    return [_Node(token, score, worth + score, parent, depth) for token, score in pairs]
+    return [_PathNode(token, score, worth + score, parent, depth) for token, score in pairs]
 
 
 def _table(lines: Sequence[Sequence[float]], width: int, value: float) -> Tensor:
