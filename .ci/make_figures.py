@@ -269,17 +269,27 @@ def small_pair() -> str:
 
 def draft_kinds() -> str:
     source = Source("acceptance", "98ac1c0 with the changes of this day")
-    budgets, kinds = (8, 22, 63), ("dflash", "dflash2", "mtp")
+    return by_kind(source, ("dflash", "dflash2", "mtp"), (0.0, 0.8))
+
+
+def mlp_head() -> str:
+    return by_kind(Source("heads", "968dfd15"), ("dflash", "mlp"), (0.0, 0.8, 1.0))
+
+
+def by_kind(source: Source, kinds: Sequence[str], heats: Sequence[float]) -> str:
+    """Return tokens a step of drafts of each kind, by budget."""
+    budgets = (8, 22, 63)
     rows = [["suite", "T", *kinds, *kinds, *kinds]]
     for suite, name in SUITES.items():
-        for heat in (0.0, 0.8):
+        for heat in heats:
             lines = [
                 source.one(label=kind, suite=suite, temperature=heat, budget=budget)
                 for budget in budgets
                 for kind in kinds
             ]
             rows.append([name, f"{heat:g}", *(f"{line['acceptance_length']['mean']:.2f}" for line in lines)])
-    return with_note(table(["", "", "budget 8", "", "", "22", "", "", "63", "", ""], rows), source)
+    more = [""] * (len(kinds) - 1)
+    return with_note(table(["", "", "budget 8", *more, "22", *more, "63", *more], rows), source)
 
 
 def replicas() -> str:
@@ -405,6 +415,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "compression-times": compression_times,
     "small-pair": small_pair,
     "draft-kinds": draft_kinds,
+    "mlp-head": mlp_head,
     "replicas": replicas,
     "cpu": on_a_cpu,
     "cpu-trees": trees_on_a_cpu,

@@ -264,9 +264,11 @@ def _types(file: "GGUFFile") -> list[dict[str, Any]]:
 
 def _model(spec: "ModelSpec") -> dict[str, Any]:
     shapes = asdict(spec)
-    for key in ("architecture", "name", "family", "layers", "mtp_layers"):
+    for key in ("architecture", "name", "family", "layers", "attention", "mtp_layers"):
         del shapes[key]
     layers = {"attention": spec.attention_layers, "delta": spec.delta_layers, "mtp": spec.mtp_layers}
+    windows = [layer.window for layer in spec.attention if layer.window is not None]
+    layers |= {"sliding": len(windows), "window": max(windows, default=0)}
     return {"layers": layers, **shapes}
 
 
@@ -368,11 +370,11 @@ def _model_rows(model: dict[str, Any]) -> list[tuple[str, str]]:
     if parameters["active"] != parameters["total"]:
         count += f", {view.count(parameters['active'])} of them active for a token"
     depth = layers["attention"] + layers["delta"]
-    kinds = (
-        f": {layers['attention']} attention + {layers['delta']} Gated DeltaNet"
-        if delta
-        else ", all attention"
-    )
+    kinds = ", all attention"
+    if delta:
+        kinds = f": {layers['attention']} attention + {layers['delta']} Gated DeltaNet"
+    elif layers["sliding"]:
+        kinds += f", {layers['sliding']} of them to {layers['window']:,} tokens and alone with rope"
     feed_forward = f", feed-forward {model['feed_forward']}" if model["feed_forward"] else ""
     rows = [
         ("parameters", count),
@@ -406,6 +408,8 @@ def _not_native(facts: dict[str, Any]) -> str:
     """Return which weights native CPU code does not run; nothing if it runs all."""
     if facts["model"]["experts"]:
         return "of experts"
+    if facts["model"]["layers"]["sliding"]:
+        return "of models with sliding layers"
     others = [row["type"] for row in facts["types"] if row["type"] not in NATIVE_TYPES]
     return f"of type {', '.join(others)}" if others else ""
 

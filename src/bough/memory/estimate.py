@@ -375,7 +375,7 @@ def prefill_bytes(spec: ModelSpec, chunk: int, taps: int = 0, *, int8: bool = Fa
     inner = max(spec.feed_forward, spec.experts.shared_width if spec.experts else 0)
     stages = [4 * 2 * inner + 2 * inner + 4 * width]
     stages[0] += _expert_bytes(spec)  # the shared expert's output waits for theirs
-    query = spec.heads * spec.head_dim * (2 if spec.family.gated_query else 1)
+    query = spec.heads * spec.head_dim * (2 if spec.gated else 1)
     qkv = query + 2 * spec.kv_heads * spec.head_dim
     heads = 4 * spec.heads * spec.head_dim
     # Queries, those scaled in 16 bits, and the output.
