@@ -204,6 +204,7 @@ def describe(file: "GGUFFile", source: str) -> dict[str, Any]:
         "types": _types(file),
         "model": None,
         "vectors": None,
+        "images": None,
         "stored_bytes": None,
         "memory": [],
     }
@@ -214,6 +215,7 @@ def describe(file: "GGUFFile", source: str) -> dict[str, Any]:
         facts["vectors"] = vectors and {"kind": vectors.kind, "pooling": vectors.pooling.name}
         facts["stored_bytes"] = stored(file, spec)
         facts["memory"] = _memory(file, spec, native=not _not_native(facts))
+        facts["images"] = _images(file, spec)
     except ModelFileError as error:
         facts["problems"].append(with_flags(error.message))
     facts["text"] = None
@@ -272,6 +274,14 @@ def _model(spec: "ModelSpec") -> dict[str, Any]:
     return {"layers": layers, **shapes}
 
 
+def _images(file: "GGUFFile", spec: "ModelSpec") -> dict[str, Any] | None:
+    """Return the image encoder beside a model; None: it takes no images."""
+    if not spec.rope_sections:
+        return None
+    path = with_encoder(file, EngineConfig()).mmproj
+    return {"encoder": path and str(path), "size_bytes": path and path.stat().st_size}
+
+
 def _parameters(file: "GGUFFile", spec: "ModelSpec") -> dict[str, int]:
     """Return parameter counts. total: without prediction (MTP) blocks; active: used for one token."""
     total = active = mtp = 0
@@ -321,7 +331,7 @@ def _text(file: "GGUFFile") -> dict[str, Any]:
 def _print(facts: dict[str, Any]) -> None:
     parts: dict[str, list[tuple[str, str]]] = {"File": _file_rows(facts)}
     if facts["model"]:
-        parts["Model"] = [*_model_rows(facts["model"]), ("weights", _weights(facts))]
+        parts["Model"] = [*_model_rows(facts["model"]), ("weights", _weights(facts)), *_image_rows(facts)]
     if facts["text"]:
         parts["Text"] = _text_rows(facts["text"])
     if facts["vectors"]:
@@ -427,6 +437,14 @@ def _weights(facts: dict[str, Any]) -> str:
         f"{stored} as stored, and about that on a GPU or in native CPU code; "
         f"{expanded} in PyTorch on a CPU (32 bits each)"
     )
+
+
+def _image_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    if facts["images"] is None:
+        return []
+    if (encoder := facts["images"]["encoder"]) is None:
+        return [("images", "with its image encoder, a file of its own (mmproj), which is not beside it")]
+    return [("images", f"{Path(encoder).name}, {view.amount(facts['images']['size_bytes'])}")]
 
 
 def _text_rows(text: dict[str, Any]) -> list[tuple[str, str]]:
