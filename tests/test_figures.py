@@ -36,6 +36,7 @@ OTHER_TABLES = {
     "docs/training.md": {"": "estimates", "change": "estimates"},
     "docs/server.md": {"limit": "src/bough/server/image_urls.py"},
 }
+HISTORY = ("docs/cli.md", "docs/log.md")  # of no version
 TABLE = re.compile(r"(?:^\|.*\n)+", re.MULTILINE)
 FIGURE = re.compile(r"[<~]?[\d.,]+(?:e-?\d+)?(?:%|x| [a-zA-Z/]+)?(?: ±.*| \(.*\)|[,;] .*| / .*)?")
 
@@ -71,13 +72,25 @@ def test_tables_are_what_their_lines_give(page: str) -> None:
     assert figures().written(text) == text
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page not in ("docs/cli.md", "docs/log.md")])
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in HISTORY])
 def test_a_table_of_figures_is_made_or_held_by_something_else(page: str) -> None:
     text = figures().BLOCK.sub("", (ROOT / page).read_text(encoding="utf-8"))
     tables = [table for table in TABLE.findall(text) if measured(table)]
     held = OTHER_TABLES.get(page, {})
     assert sorted({header(table) for table in tables} - held.keys()) == []
     assert all(place == "estimates" or (ROOT / place).exists() for place in held.values())
+
+
+SPEED = re.compile(r"[\d.,]+ (?:tok/s|tokens a second|ms|TB/s)\b")
+SOURCE = re.compile(r"\.jsonl|results/|predict|published|\b[0-9a-f]{7}\b")
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in HISTORY])
+def test_a_speed_in_a_sentence_names_its_line(page: str) -> None:
+    """A file of results, a commit, a prediction, or who published it."""
+    text = TABLE.sub("", figures().BLOCK.sub("", (ROOT / page).read_text(encoding="utf-8")))
+    paragraphs = re.split(r"\n\n+|\n(?=[-*] )", text)
+    assert [part for part in paragraphs if SPEED.search(part) and not SOURCE.search(part)] == []
 
 
 def test_every_table_that_can_be_made_is_shown() -> None:
