@@ -16,6 +16,7 @@ from bough.cli import view
 from bough.cli.completion import model_names
 from bough.cli.flags import with_flags
 from bough.cli.footprint import in_mtp_block, in_native_code, on_cpu, on_gpu, stored
+from bough.cli.inventory import Proposer, inventory, proposers
 from bough.cli.options import MODEL_HELP, Draft, MaxContext, Parallel, VramLimit
 from bough.config import DraftConfig, EngineConfig, SpecConfig, environment
 from bough.errors import BoughError, DownloadFailed, ModelFileError, ModelNotFound, ResourceError, UsageError
@@ -82,6 +83,7 @@ def show(
         if card is None and facts["model"] is not None:
             card = card_of(file, meant.repo.repo if meant.repo else None)
         facts |= _card(card, file.metadata) | {"draft": _draft(file.path, card)}
+        facts["small_models"] = [] if facts["draft"] or not facts["supported"] else _small_models(file)
         if fit:
             config = EngineConfig(max_ctx=max_ctx, vram_limit=vram_limit, parallel=parallel)
             facts["fit"] = _fit(file, facts, card, config, draft)
@@ -251,6 +253,14 @@ def _draft(target: Path, card: ModelCard | None) -> dict[str, Any] | None:
         return None
     listed = card is not None and (card.draft or (card.pair and "comes with bough"))
     return {"name": str(listed or "beside the model"), "path": None if path is None else str(path)}
+
+
+def _small_models(file: "GGUFFile") -> list[str]:
+    """Return the models in the cache and beside a file that can propose tokens for it."""
+    names = {path.resolve(): str(path) for path in sorted(file.path.parent.glob("*.gguf"))}
+    names |= {target.files.path.resolve(): str(target.files) for target in inventory().targets}
+    others = proposers((name, path) for path, name in names.items())
+    return Proposer(file.path.name, file.size_bytes, file.metadata).small_models(others)
 
 
 def _types(file: "GGUFFile") -> list[dict[str, Any]]:
@@ -464,7 +474,14 @@ def _text_rows(text: dict[str, Any]) -> list[tuple[str, str]]:
 def _speculation_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     draft = facts["draft"]
     if draft is None:
-        return [("draft", "none listed: only prompt lookup proposes tokens; --draft names one")]
+        rows = [("draft", "none listed: only prompt lookup proposes tokens; --draft names one")]
+        if facts["small_models"]:
+            rows += [
+                ("small models", f"--draft {facts['small_models'][0]} on a CPU"),
+                *(("", name) for name in facts["small_models"][1:]),
+                ("", "a draft that `bough train` makes for the model is faster"),
+            ]
+        return rows
     if draft["path"] is None:
         missing = f"not on this machine: bough pull {facts['card']} --draft-only"
         return [("draft", f"{draft['name']}, {missing}")]
