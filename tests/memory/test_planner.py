@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bough.cli.footprint import in_native_code, on_gpu
@@ -30,7 +30,7 @@ from bough.models.spec import ModelSpec
 from bough.models.step import largest_padded
 from bough.models.weights import WeightLoader
 from bough.state.draft_ring import draft_buffers
-from bough.state.sequences import CacheConfig, SequenceStates
+from bough.state.sequences import PAGE, CacheConfig, SequenceStates
 from tests.engine.sparse_pair import pair_27b
 from tests.models.rotated import EMBEDDING as EMBEDDING_NAME
 from tests.models.rotated import Basis
@@ -382,6 +382,15 @@ def test_several_sequences_share_the_pages(planner_27b: MemoryPlanner) -> None:
     # No fixed split: less than eight contexts, and a tenth of the memory stays free.
     assert 4 * 262144 < eight.kv_tokens < 8 * 262144 and eight.total <= 0.9 * 141 * GIB
     assert "8 requests at once share" in eight.line() and "requests" not in one.line()
+
+
+@given(st.lists(st.integers(1, 500), min_size=4, max_size=4))
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_split_of_the_tokens_has_pages(planner_27b: MemoryPlanner, lengths: list[int]) -> None:
+    """Each sequence begins a page of its own."""
+    estimate: MemoryEstimate = replace(planner_27b.estimate, sequences=len(lengths))
+    pages = sum(-(-length // PAGE) for length in lengths)
+    assert pages <= estimate.pool_pages(sum(lengths))
 
 
 def test_the_number_of_sequences_is_what_fits(planner_27b: MemoryPlanner) -> None:
