@@ -167,9 +167,10 @@ Draft = Annotated[
     single("Speculation")(
         "--draft",
         metavar="auto|none|mtp|lookup|PATH|REPO",
-        help="What proposes tokens: a draft by path or repository; the MTP block in the model's file; prompt "
-        "lookup alone; nothing. auto: the draft listed for the model, else its MTP block. With ,mtp after "
-        "it (auto,mtp) the draft and the block propose in one tree. "
+        help="What proposes tokens: a draft by path or repository, on a CPU also a small model of the same "
+        "family; the MTP block in the model's file; prompt lookup alone; nothing. auto: the draft listed for "
+        "the model, else its MTP block. With ,mtp after it (auto,mtp) the draft and the block propose in one "
+        "tree. "
         "Default: BOUGH_DRAFT, else auto.",
     ),
 ]
@@ -221,6 +222,9 @@ class SpeculationOptions:
     draft: Draft = None
     draft_quant: DraftQuant = _speculation(
         "Quantise the draft while it is loaded. auto: q8_0 on a GPU, none on a CPU.", default=DraftQuant.auto
+    )
+    draft_head: Path | None = _speculation(
+        "A Weaver head over the draft, as published (.pth) or in safetensors.", "FILE"
     )
     budget: int | None = _speculation(
         "Most proposed tokens in a tree. Default: as recommended for the model, else 22.", "N 1..63"

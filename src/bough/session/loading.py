@@ -10,7 +10,7 @@ import torch
 
 from bough.compress.scorer import MixedScorer, Scorer
 from bough.compress.words import WordScorer
-from bough.config import DraftConfig, EngineConfig
+from bough.config import DraftConfig, EngineConfig, SpecConfig
 from bough.engine.engine import Engine
 from bough.engine.runner import StepTimes
 from bough.engine.sequence import Limits
@@ -30,22 +30,32 @@ from bough.memory.device import (
     pick_device,
     unused_gpu,
 )
-from bough.memory.estimate import compute_dtype, draft_quant, uses_mtp
+from bough.memory.estimate import SMALL_KV, compute_dtype, draft_quant, uses_mtp
 from bough.memory.planner import MemoryPlan, plan_memory
 from bough.models.decoder import Decoder, Target
 from bough.models.dflash import DFlashDraft, open_draft
 from bough.models.mtp import MTPBlock
-from bough.models.native import NativeDecoder, NativeLoader
+from bough.models.native import NativeDecoder, NativeLoader, native_gap
 from bough.models.native_draft import NativeDraft, draft_gap
 from bough.models.pooling import VectorSpec
+from bough.models.small import is_small_model, open_small_model
 from bough.models.spec import ModelSpec
 from bough.models.vision import VisionTower
+from bough.models.weaver import WeaverHead
 from bough.models.weights import Progress as LoadProgress
 from bough.models.weights import WeightLoader
 from bough.prefix_cache.cache import PrefixCacheConfig
 from bough.prefix_cache.files import SnapshotFiles, identity
 from bough.session.attention_scorer import AttentionScorer
-from bough.session.building import build_engine, compile_ahead, draft_model, mtp_model, speculator
+from bough.session.building import (
+    build_engine,
+    compile_ahead,
+    draft_model,
+    mtp_model,
+    small_model,
+    speculator,
+    weaver_model,
+)
 from bough.session.compression import Compression, Elsewhere
 from bough.session.pairing import card_of, with_encoder
 from bough.session.phases import Phases
@@ -56,10 +66,12 @@ from bough.session.threads import checked_threads, torch_threads
 from bough.session.vectors import Vectors, vector_config
 from bough.spec.cost_file import CostFile
 from bough.spec.costs import StepCosts
+from bough.spec.dflash import DFlashModel
 from bough.spec.draft_model import DraftModel
 from bough.spec.drafter import Drafter, NoDrafter
 from bough.spec.mixed import MixedModel
 from bough.spec.mtp import MTPModel
+from bough.spec.small_model import SmallModel
 from bough.state.draft_ring import DEFAULT_CONTEXT
 from bough.text.template import ChatTemplate
 from bough.text.tokenizer import Tokenizer
@@ -176,11 +188,41 @@ def _check_speculation(config: EngineConfig) -> None:
         raise UsageError(
             f"`budget` is {speculation.budget}, needed 1 to {MAX_ROWS - 1} nodes", param="budget"
         )
+    if speculation.mtp == "on" and config.draft is not None and config.draft.head is not None:
+        raise UsageError(
+            "a Weaver head and the MTP block are to propose together: their paths are more than a tree takes",
+            "name one of them",
+            param="draft",
+        )
     if speculation.chain and speculation.mtp == "on" and config.draft is not None:
         raise UsageError(
             "`chain` is set, and a draft and the MTP block are to propose: a chain has one proposer",
             "name one of them as `draft`",
             param="chain",
+        )
+    if config.draft is not None and is_small_model(config.draft.path):
+        _check_small_model(config.draft, speculation)
+
+
+def _check_small_model(draft: DraftConfig, speculation: SpecConfig) -> None:
+    if speculation.mtp == "on":
+        raise UsageError(
+            f"`draft` is {draft.path.name}, a model, and the MTP block is to propose beside it: each depth of"
+            " the tree costs a forward pass of the model, which the block does not make cheaper",
+            "name one of them as `draft`; a draft made for the target is faster than both",
+            param="draft",
+        )
+    if draft.head is not None:
+        raise UsageError(
+            f"`draft` is {draft.path.name}, a model, and {draft.head.name} is a head over a draft",
+            "leave the head away",
+            param="draft",
+        )
+    if draft.quant != "auto":
+        raise UsageError(
+            f"`draft_quant` is {draft.quant}, but {draft.path.name} is a model: it stays as it is",
+            "leave it auto, or take a file of other types",
+            param="draft_quant",
         )
 
 
@@ -334,13 +376,29 @@ def _drafter(
     if config.speculation is None:
         return NoDrafter()
     model: DraftModel | None = mtp
-    if config.draft is not None:
+    if config.draft is not None and is_small_model(config.draft.path):
+        model = _small_model(config.draft.path, config, file, target, plan, costs)
+    elif config.draft is not None:
         loaded = _draft(config.draft, target, plan)
-        if loaded.refiner is not None and isinstance(target, Decoder):
+        if (loaded.refiner is not None or config.draft.head is not None) and isinstance(target, Decoder):
             target.keep_head_rows(WeightLoader(file, device=target.device, host_embedding=True))
-        draft = draft_model(loaded, config.draft, target, plan)
-        model = draft if mtp is None else MixedModel(draft, mtp, width=target.spec.width)
+        model = _headed(config.draft, file, target, plan, draft_model(loaded, config.draft, target, plan))
+        if mtp is not None:
+            model = MixedModel(model, mtp, width=target.spec.width)
     return speculator(model, config.speculation, costs, target.device)
+
+
+def _headed(
+    config: DraftConfig, file: GGUFFile, target: Target, plan: MemoryPlan, draft: DFlashModel
+) -> DraftModel:
+    """Return the draft with the Weaver head that is named, if one is."""
+    if config.head is None:
+        return draft
+    kind = target.device.type
+    options = {"dtype": compute_dtype(kind), "expand": plan.expanded, "quant": draft_quant(config, kind)}
+    head = WeaverHead.load(config.head, device=target.device, **options)
+    norm = WeightLoader(file, device=target.device).vector("output_norm.weight", target.spec.width)
+    return weaver_model(head, draft, target, plan, final_norm=norm)
 
 
 def _draft(config: DraftConfig, target: Target, plan: MemoryPlan) -> DFlashDraft:
@@ -360,6 +418,19 @@ def _draft(config: DraftConfig, target: Target, plan: MemoryPlan) -> DFlashDraft
         quant=quant,
         causal=config.causal,
     )
+
+
+def _small_model(
+    path: Path, config: EngineConfig, file: GGUFFile, target: Target, plan: MemoryPlan, costs: StepCosts
+) -> SmallModel:
+    """Load a small model: into the native library where the target is, if it can run it."""
+    model: Target
+    with open_small_model(path, file, device_type=target.device.type) as (small, spec):
+        if isinstance(target, NativeDecoder) and native_gap(small, spec, SMALL_KV) is None:
+            model = NativeDecoder.load(small, target.library, mode=INT8)
+        else:
+            model = Decoder.load(small, dtype=target.dtype, expand=plan.expanded)
+    return small_model(model, config, target, plan, costs)
 
 
 def _measure(engine: Engine, costs: StepCosts, drafter: Drafter) -> None:
@@ -402,7 +473,7 @@ def _prefix_cache(
         facts += ["mtp", min(plan.max_ctx, DEFAULT_CONTEXT)]
     made_of = identity(
         # An image is named by its pixels: what its rows are is the encoder's.
-        [*file.paths, *([draft.path] if draft else ()), *([config.mmproj] if config.mmproj else ())],
+        [*file.paths, *(draft.files if draft else ()), *([config.mmproj] if config.mmproj else ())],
         computing=_computing(config, plan, device),
         kv=[format.name for format in plan.kv],
         window=config.window,

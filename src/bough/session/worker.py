@@ -232,7 +232,7 @@ class EngineWorker:
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
         self._state = State.loading
         self._refuses = False
-        self.loaded: tuple[int, int] = (0, 0)  # tensors loaded, total
+        self.loaded: tuple[int, int] = (0, 0)  # bytes read, total
         self.failure: Exception | None = None
         self._failure_reason = "the model could not be loaded"
         self.ready = threading.Event()  # set when loading succeeded or failed
@@ -255,7 +255,7 @@ class EngineWorker:
         if self.state is State.stopping:
             raise Unavailable("the server is stopping", retry_after_s=10)
         done, total = self.loaded
-        raise Unavailable(f"the model is being loaded: {done} of {total} tensors", retry_after_s=2)
+        raise Unavailable(f"the model is being loaded: {done / max(1, total):.0%} read", retry_after_s=2)
 
     @property
     def waiting(self) -> int:

@@ -35,6 +35,9 @@ MARGIN = 1.05  # factor by which a tree must promise to beat plain decoding
 # The same for waiting some steps against calling the draft at once, which also yields an outcome to learn
 # from.
 PATIENCE = 1.2
+# Tokens that are expected of a text, which have to pay for reading its prompt where the draft does that by
+# itself: as many as have been generated, and at least so many.
+HORIZON = 64
 MIX_TRIES = 6  # draft calls in which all drafts are compared before one mix is preferred
 MIX_INTERVAL = 16  # steps between two comparisons, at least
 MIX_DECAY = 0.985  # of the averages that are compared, per comparison
@@ -125,6 +128,9 @@ class PlanRates:
     mix: int
     waited: int  # plain steps since the last tree
     backlog: int  # positions whose features wait for a draft call
+    unread_s: float = 0.0  # that the next draft call takes to read what it has not seen of the text, once
+    horizon: int = HORIZON  # tokens that are still expected
+    passes: float = 1.0  # of a draft call, which costs are counted by
 
     @property
     def plain_s(self) -> float:
@@ -134,7 +140,7 @@ class PlanRates:
     @property
     def call_s(self) -> float:
         """Seconds of a draft call, with the positions that have waited for it."""
-        return self.costs.draft_call(self.mix) + self.costs.backlog * self.backlog
+        return self.passes * self.costs.draft_call(self.mix) + self.costs.backlog * self.backlog
 
     def draft_seconds(self) -> list[float]:
         """Return what a draft call and a tree cost, for each size but the root alone."""
@@ -144,6 +150,8 @@ class PlanRates:
     def best_draft(self, best: Plan, speed: float, seconds: list[float]) -> tuple[Plan, float]:
         """Return the fastest plan of plain steps and a draft call, if any beats `speed` tokens a second."""
         plain = self.plain_s
+        if self.unread_s and not self._pays_to_read(seconds):
+            return best, speed
         for wait in (self.waited, *(wait for wait in WAITS if wait > self.waited)):
             now = wait == self.waited
             expected = self.acceptance.expected(wait)[1:]
@@ -152,6 +160,12 @@ class PlanRates:
                 if rate > speed:
                     best, speed = Plan(rows, True, waited=wait) if now else PLAIN, rate
         return best, speed
+
+    def _pays_to_read(self, seconds: list[float]) -> bool:
+        """Return whether what draft calls save of the tokens to come is more than reading the text takes."""
+        expected = self.acceptance.expected(self.waited)[1:]
+        token_s = min(cost / (1 + more) for more, cost in zip(expected, seconds, strict=True))
+        return self.unread_s <= self.horizon * (self.plain_s - token_s)
 
     def best_lookup(self, best: Plan, speed: float, copied: int, probability: float) -> tuple[Plan, float]:
         """Return the fastest copy of what prompt lookup found, if any beats `speed` tokens a second."""
@@ -166,11 +180,11 @@ class PlanRates:
 
     def probe(self, seconds: list[float]) -> tuple[Plan, float]:
         """Return the draft call that loses least, and the plain steps that it may lose."""
-        plain = self.plain_s
-        probe, loss = Plan(1, True, waited=self.waited), self.call_s / plain
+        plain, unread = self.plain_s, self.unread_s / self.plain_s
+        probe, loss = Plan(1, True, waited=self.waited), self.call_s / plain + unread
         expected = self.acceptance.expected(self.waited)[1:]
         for rows, more, cost in zip(self.sizes[1:], expected, seconds, strict=True):
-            lost = cost / plain - 1 - more
+            lost = cost / plain + unread - 1 - more
             if lost < loss:
                 probe, loss = Plan(rows, True, waited=self.waited), lost
         return probe, loss
@@ -205,13 +219,15 @@ class RowPolicy:
         self._unchanged = 0  # the same, or since the last outcome or the beginning of the text
         self._steps = 0  # of the text
         self.since_draft = 0
+        self.passes = 1.0  # that the next draft call makes
+        self.unread = 0  # positions that the draft reads by itself and has not: of a prompt, mostly
 
     def fork(self) -> "RowPolicy":
         """Return the policy of a new text."""
         other = copy(self)
         other._estimators = [estimator.fork() for estimator in self._estimators]
         other._new_text, other._unchanged = True, 0
-        other._steps = 0
+        other._steps = other.unread = 0
         return other
 
     def plan(self, *, copied: int = 0, probability: float = 0.0) -> Plan:
@@ -339,7 +355,20 @@ class RowPolicy:
             return PLAIN
         self._mix = self.mixes.best(self.costs.of, self.costs.draft_call)
         waited, unchanged = self._waited, self._unchanged
-        rates = PlanRates(self.costs, self._sizes, self._estimator, self._mix, waited, unchanged)
+        # What plans leave unread is read again and again, the rest once.
+        backlog = min(unchanged, WAITS[-1]) if self.unread else unchanged
+        once = self.costs.backlog * max(0, self.unread - WAITS[-1])
+        rates = PlanRates(
+            self.costs,
+            self._sizes,
+            self._estimator,
+            self._mix,
+            waited,
+            backlog,
+            once,
+            max(HORIZON, self._steps),
+            self.passes,
+        )
         best, speed = PLAIN, MARGIN / rates.plain_s
         seconds = rates.draft_seconds() if drafts else []
         if drafts:
