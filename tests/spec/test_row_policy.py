@@ -54,7 +54,7 @@ class Play:
                 verified = plan.rows if plan.rows > 1 else DEPTH + 1
                 path = list(range(1 + min(right, verified - 1)))
                 weights = [claim**depth for depth in range(DEPTH + 1)]
-                self.policy.observe(weights, path, verified=verified, waited=plan.waited)
+                self.policy.history.observe(weights, path, verified=verified, waited=plan.waited)
             costs.observe_step(plan.rows, seconds)
             time += seconds
             position += 1 + accepted
@@ -186,7 +186,7 @@ def test_steps_that_are_planned_ahead_ask_as_often() -> None:
             plan = policy.plan()
             if plan.draft:
                 calls.append(step)
-                policy.observe([1.0] + [0.5] * 23, [0], verified=24, waited=plan.waited)
+                policy.history.observe([1.0] + [0.5] * 23, [0], verified=24, waited=plan.waited)
         asked.append(calls)
         assert (rested > 300) == ahead
     assert asked[0] == asked[1] and 10 < len(asked[0]) < 60
@@ -199,7 +199,7 @@ def test_no_rest_where_a_copy_pays() -> None:
     assert policy.plan_root()
     assert policy.plan_root(copied=7, probability=0.01)
     assert not policy.plan_root(copied=7, probability=0.9)
-    assert policy._usual.steps == 3
+    assert policy.history.usual.steps == 3
 
 
 def test_rows_are_dear_by_measured_costs() -> None:
@@ -230,7 +230,7 @@ def test_on_a_cpu_few_plain_steps_decide_about_the_draft(monkeypatch: pytest.Mon
     costs = StepCosts({1: 1.0, 8: 4.0}, {0: 3.0})
     policy, padded = (RowPolicy(costs, max_rows=8, drafts=1, sizes=sizes) for sizes in (EAGER_SIZES, (1, 8)))
     for each in (policy, padded):
-        each.observe([1.0] + [0.1] * 7, [0], verified=8, waited=16)
+        each.history.observe([1.0] + [0.1] * 7, [0], verified=8, waited=16)
         assert not any(each.plan().draft for _ in range(80))
     assert decided.count([1, 8]) == 80 and 5 <= len(decided) - 80 <= 10
     # What prompt lookup finds is used at once.
@@ -243,7 +243,7 @@ def test_work_that_waits_for_cores_costs_what_it_takes() -> None:
     """On a busy CPU a draft call of many short parts waits at each, a plain step seldom."""
     costs = StepCosts({1: 1.0, 8: 1.5}, {0: 0.8})
     policy = RowPolicy(costs, max_rows=8, drafts=1)
-    policy.observe([1.0] + [0.7] * 7, [0, 1, 2], verified=8, waited=16)
+    policy.history.observe([1.0] + [0.7] * 7, [0, 1, 2], verified=8, waited=16)
 
     def drafts(steps: int, wait: float) -> int:
         """Return how many draft calls there are while they take `wait` times what they cost."""
@@ -253,7 +253,7 @@ def test_work_that_waits_for_cores_costs_what_it_takes() -> None:
             if plan.draft:
                 count += 1
                 costs.observe_draft(0.8, 0, wait * 0.8)
-                policy.observe([1.0] + [0.7] * 7, [0, 1, 2], verified=8, waited=plan.waited)
+                policy.history.observe([1.0] + [0.7] * 7, [0, 1, 2], verified=8, waited=plan.waited)
             cost = 1.0 if plan.rows == 1 else 1.5
             costs.observe_step(plan.rows, cost, cost * (wait if plan.rows > 1 else 1.1))
         return count

@@ -82,7 +82,7 @@ class AcceptanceEstimator:
     def started(self) -> bool:
         return self.usual.outcomes > 0
 
-    def step(self, *, new_text: bool, count: int = 1) -> None:
+    def step(self, *, new_text: bool = False, count: int = 1) -> None:
         self._age += count + new_text * NEW_TEXT_STEPS
 
     def expected(self, waited: int) -> list[float]:
@@ -93,6 +93,11 @@ class AcceptanceEstimator:
             factor * (usual + weight * (recent - usual))
             for recent, usual in zip(self._recent or long_run, long_run, strict=True)
         ]
+
+    def most(self) -> float:
+        """Return more accepted tokens than are `expected` of any size after any wait."""
+        long_run = self.usual.long_run or [PRIOR_GAIN * math.log2(self._sizes[-1])]
+        return max([*long_run, *self._recent]) * max(self._factor(wait) for wait in range(len(WAITS)))
 
     def observe(self, weights: list[float], path: list[int], *, verified: int, waited: int) -> None:
         """Learn from a draft call: probabilities of its rows' paths, the accepted rows, the rows verified."""

@@ -1,6 +1,6 @@
 """How many rows the next step verifies: decided by `RowPolicy` before it starts, from what was learnt.
 
-That is what steps cost (`StepCosts`), how many tokens of a draft call are accepted (`AcceptanceEstimator`),
+That is what steps cost (`StepCosts`), how many tokens of a draft call are accepted (`TextHistory`),
 how often prompt lookup is right (`LookupAccuracy`), and where a target has several drafts which of them are
 worth their calls (`Mixes`).
 
@@ -16,8 +16,9 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 
-from bough.spec.acceptance import WAITS, AcceptanceEstimator, UsualAcceptance
+from bough.spec.acceptance import WAITS
 from bough.spec.costs import StepCosts
+from bough.spec.history import TextHistory
 
 EAGER_SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # rows to choose from where steps are not padded
 # There: plain steps from one decision about the draft to the next after the last of WAITS, and steps from one
@@ -121,10 +122,7 @@ class PlanRates:
 
     costs: StepCosts
     sizes: Sequence[int]
-    acceptance: AcceptanceEstimator  # of the mix in use
-    mix: int
-    waited: int  # plain steps since the last tree
-    backlog: int  # positions whose features wait for a draft call
+    history: TextHistory
 
     @property
     def plain_s(self) -> float:
@@ -134,7 +132,7 @@ class PlanRates:
     @property
     def call_s(self) -> float:
         """Seconds of a draft call, with the positions that have waited for it."""
-        return self.costs.draft_call(self.mix) + self.costs.backlog * self.backlog
+        return self.costs.draft_call(self.history.mix) + self.costs.backlog * self.history.unchanged
 
     def draft_seconds(self) -> list[float]:
         """Return what a draft call and a tree cost, for each size but the root alone."""
@@ -143,10 +141,14 @@ class PlanRates:
 
     def best_draft(self, best: Plan, speed: float, seconds: list[float]) -> tuple[Plan, float]:
         """Return the fastest plan of plain steps and a draft call, if any beats `speed` tokens a second."""
-        plain = self.plain_s
-        for wait in (self.waited, *(wait for wait in WAITS if wait > self.waited)):
-            now = wait == self.waited
-            expected = self.acceptance.expected(wait)[1:]
+        plain, least = self.plain_s, min(seconds)
+        acceptance, waited = self.history.acceptance, self.history.waited
+        most = acceptance.most()
+        for wait in (waited, *(wait for wait in WAITS if wait > waited)):
+            now = wait == waited
+            if wait + 1 + most <= speed * (wait * plain + least):
+                continue  # mostly, where steps are short and to look closer takes a good part of one
+            expected = acceptance.expected(wait)[1:]
             for rows, more, cost in zip(self.sizes[1:], expected, seconds, strict=True):
                 rate = (wait + 1 + more) / (wait * plain + cost) / (1 if now else PATIENCE)
                 if rate > speed:
@@ -166,13 +168,13 @@ class PlanRates:
 
     def probe(self, seconds: list[float]) -> tuple[Plan, float]:
         """Return the draft call that loses least, and the plain steps that it may lose."""
-        plain = self.plain_s
-        probe, loss = Plan(1, True, waited=self.waited), self.call_s / plain
-        expected = self.acceptance.expected(self.waited)[1:]
+        plain, waited = self.plain_s, self.history.waited
+        probe, loss = Plan(1, True, waited=waited), self.call_s / plain
+        expected = self.history.acceptance.expected(waited)[1:]
         for rows, more, cost in zip(self.sizes[1:], expected, seconds, strict=True):
             lost = cost / plain - 1 - more
             if lost < loss:
-                probe, loss = Plan(rows, True, waited=self.waited), lost
+                probe, loss = Plan(rows, True, waited=waited), lost
         return probe, loss
 
 
@@ -197,35 +199,29 @@ class RowPolicy:
         self._sizes = [rows for rows in sizes if rows < max_rows] + [max_rows]
         self._adaptive = adaptive
         self._padded = sizes is not EAGER_SIZES
-        self._estimators = [AcceptanceEstimator(self._sizes) for _ in range(max(1, drafts))]  # by mix
+        self.history = TextHistory(self._sizes, drafts)
         self.mixes = Mixes(drafts, self._sizes)
-        self._mix = 0  # in use
-        self._new_text = True
-        self._waited = 0  # plain steps since the last tree
-        self._unchanged = 0  # the same, or since the last outcome or the beginning of the text
-        self._steps = 0  # of the text
-        self.since_draft = 0
 
     def fork(self) -> "RowPolicy":
         """Return the policy of a new text."""
         other = copy(self)
-        other._estimators = [estimator.fork() for estimator in self._estimators]
-        other._new_text, other._unchanged = True, 0
-        other._steps = 0
+        other.history = self.history.fork()
         return other
 
     def plan(self, *, copied: int = 0, probability: float = 0.0) -> Plan:
         """Plan the next step, where prompt lookup found `copied` tokens, each right with `probability`."""
-        self.begin_step()
+        self.history.begin_steps()
         self.mixes.step()
         plan = self._decide(copied, probability)
-        return self._take(self._with_mix(plan) if plan.draft and self._drafts > 1 else plan)
+        plan = self._with_mix(plan) if plan.draft and self._drafts > 1 else plan
+        self.history.end_steps(rows=plan.rows, draft=plan.draft)
+        return plan
 
     def _with_mix(self, plan: Plan) -> Plan:
         """Return the plan of a draft call with the drafts that it calls."""
-        if self._adaptive and self.mixes.compares(self._mix, self.costs.of(1), self.costs.draft_call):
+        if self._adaptive and self.mixes.compares(self.history.mix, self.costs.of(1), self.costs.draft_call):
             return replace(plan, mix=self.mixes.last, compares=True)
-        return replace(plan, mix=self._mix)
+        return replace(plan, mix=self.history.mix)
 
     def plan_root(self, *, copied: int = 0, probability: float = 0.0) -> bool:
         """Return whether the step after the current one is the root alone; if so that is planned.
@@ -233,22 +229,10 @@ class RowPolicy:
         A lookup that was not there one token ago, or is more likely now, has to wait one step.
         """
         plan = self._decide(copied, probability)
-        if self._new_text or plan.rows > 1 or plan.draft:
+        if not self.history.begun or plan.rows > 1 or plan.draft:
             return False
-        self._count_step(new_text=False)
-        self.mixes.step()
-        self._take(plan)
+        self.rested(1)
         return True
-
-    def observe(
-        self, weights: list[float], path: list[int], *, verified: int, waited: int, mix: int = 0
-    ) -> None:
-        """Learn from a draft call: probabilities of its rows' paths, the accepted rows, the rows verified."""
-        self._unchanged = 0
-        estimator = self._estimators[mix]
-        estimator.usual.draft_calls += 1
-        estimator.usual.accepted_tokens += len(path) - 1
-        estimator.observe(weights, path, verified=verified, waited=waited)
 
     @property
     def rows_are_dear(self) -> bool:
@@ -259,87 +243,35 @@ class RowPolicy:
         """Return how many steps from now on are plain unless prompt lookup finds something."""
         if self._padded or not self._adaptive:
             return 0
-        return self._next_decision(self._unchanged) - self._unchanged
+        return self._next_decision() - self.history.unchanged
+
+    def rest_at_first(self) -> int:
+        """Begin the text; return how many of its first steps are plain unless prompt lookup finds something.
+
+        Decided before the first token, since it takes a sixth of a plain step: 3% of an answer of 6 tokens.
+        """
+        if self._padded or not self._adaptive or self._plain_is_due():
+            return 0
+        self.history.begin()
+        return WAITS[1] if self._decide(0, 0.0) is PLAIN else 0
 
     def rested(self, steps: int) -> None:
         """Count plain steps that were not planned one by one."""
-        for estimator in self._estimators:
-            estimator.step(new_text=False, count=steps)
+        self.history.begin_steps(steps)
         self.mixes.step(steps)
-        self._count_plain(steps)
-
-    # -- For steps of several texts, which `RowSharing` plans
-
-    @property
-    def started(self) -> bool:
-        """Whether there is any outcome to plan from."""
-        return self._estimator.started
-
-    def use_mix(self, mix: int) -> None:
-        self._mix = mix
-
-    @property
-    def kept_promises(self) -> float:
-        """Tokens accepted of this text's trees for each that their weights promised."""
-        return self._estimator.kept.factor
-
-    def expected(self) -> list[float]:
-        """Return the tokens that a draft call now would have accepted, by size; [] before any outcome."""
-        return self._estimator.expected(self._waited)
-
-    def taken(self, plan: Plan) -> Plan:
-        """Return the plan of this text in a step of several."""
-        return self._take(replace(plan, waited=self._waited))
-
-    @property
-    def _estimator(self) -> AcceptanceEstimator:
-        """Of the mix in use."""
-        return self._estimators[self._mix]
-
-    @property
-    def _usual(self) -> UsualAcceptance:
-        """Of the first mix."""
-        return self._estimators[0].usual
-
-    def _count_step(self, *, new_text: bool) -> None:
-        for estimator in self._estimators:
-            estimator.step(new_text=new_text)
-
-    def begin_step(self) -> None:
-        """Count a step; `plan` does so by itself."""
-        self._count_step(new_text=self._new_text)
-        if self._new_text:
-            # No tree has just ended at the beginning of a text.
-            self._waited, self._new_text = WAITS[-1], False
-
-    def _take(self, plan: Plan) -> Plan:
-        self._count_plain(1)
-        if plan.draft:
-            self.since_draft = self._usual.unasked = 0
-        if plan.rows > 1:
-            self._waited = self._unchanged = 0
-        return plan
-
-    def _count_plain(self, steps: int) -> None:
-        usual = self._usual
-        usual.steps += steps
-        usual.unasked += steps
-        self.since_draft += steps
-        self._waited += steps
-        self._unchanged += steps
-        self._steps += steps
+        self.history.end_steps(steps)
 
     def _decide(self, copied: int, probability: float) -> Plan:
         largest = self._sizes[-1]
         if not self._adaptive:
-            self._mix = self.mixes.last
+            self.history.mix = self.mixes.last
             return Plan(largest, self._drafts > 0, lookup=not self._drafts and copied > 0)
         drafts = self._drafts > 0 and self._draft_is_due()
         if self._plain_is_due() or not (drafts or copied):
             return PLAIN
-        self._mix = self.mixes.best(self.costs.of, self.costs.draft_call)
-        waited, unchanged = self._waited, self._unchanged
-        rates = PlanRates(self.costs, self._sizes, self._estimator, self._mix, waited, unchanged)
+        history = self.history
+        history.mix = self.mixes.best(self.costs.of, self.costs.draft_call)
+        rates = PlanRates(self.costs, self._sizes, history)
         best, speed = PLAIN, MARGIN / rates.plain_s
         seconds = rates.draft_seconds() if drafts else []
         if drafts:
@@ -354,11 +286,11 @@ class RowPolicy:
 
     def _draft_is_due(self) -> bool:
         """Return whether to decide about the draft."""
-        return self._padded or self._next_decision(self._unchanged) == self._unchanged
+        return self._padded or self._next_decision() == self.history.unchanged
 
-    @staticmethod
-    def _next_decision(unchanged: int) -> int:
+    def _next_decision(self) -> int:
         """Return after how many plain steps the draft is next decided about on a CPU."""
+        unchanged = self.history.unchanged
         if unchanged <= WAITS[-1]:
             return next(wait for wait in WAITS if unchanged <= wait)
         return -(-unchanged // RESTING_INTERVAL) * RESTING_INTERVAL
@@ -374,7 +306,7 @@ class RowPolicy:
 
     def _pays_to_know(self, loss: float) -> bool:
         """Return whether the plain steps that a draft call may lose are a small share of the time."""
-        usual = self._usual
+        usual = self.history.usual
         share = max(PROBE_SHARE, TEXT_SHARE / (1 + usual.outcomes))
         due = usual.unasked + 1 >= max(loss / share, PROBE_INTERVAL)
-        return due and TEXT_SHARE * self._steps >= loss
+        return due and TEXT_SHARE * self.history.steps >= loss

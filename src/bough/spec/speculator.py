@@ -74,6 +74,12 @@ class _Text:
             self.policy.rested(self.rested)
         self.resting = self.rested = 0
 
+    def take(self, rows: int) -> None:
+        """Note how many rows it had in a step of several texts."""
+        history = self.policy.history
+        self.plan = replace(self.plan, rows=rows, waited=history.waited)
+        history.end_steps(rows=rows, draft=self.plan.draft)
+
     def begin_turn(self, turn: Turn) -> None:
         """Begin a step that is planned: look up what needs no draft."""
         self.wake()
@@ -196,12 +202,16 @@ class Speculator:
         self._texts[slot] = _Text(self._policy, lookup, lessons, self._config.lookup)
         self._draft.begin(slot)
         self._watch.begin(slot)
-        lookup.append(list(tokens))
+        repeats = lookup.append(list(tokens))
         if saved is not None:
             self._draft.restore(slot, saved)
+        if self._on_host and not repeats:
+            self._texts[slot].resting = self._policy.rest_at_first()
 
     def prefill(self, slot: int, tokens: list[int], features: Tensor | None) -> None:
-        self._texts[slot].lookup.append(tokens)
+        text = self._texts[slot]
+        if text.lookup.append(tokens):
+            text.resting = 0
         if features is not None:
             self._draft.append(slot, features, skipped=len(tokens) - len(features))
             self._draft.flush(slot)
@@ -244,18 +254,14 @@ class Speculator:
         return [self._tree(turn, count) for turn, count in zip(turns, rows, strict=True)]
 
     def observe(self, outcomes: Mapping[int, StepOutcome], prompts: Sequence[int] = ()) -> None:
+        if self._alone and self._observe_rested(outcomes):
+            return
         reports = cache(lambda: cache(partial(self._call.read, self._call.report())))  # read once, and later
         for slot, outcome in outcomes.items():
             text = self._texts[slot]
             if not self._alone:
-                text.plan = text.policy.taken(replace(text.plan, rows=outcome.rows))
-            repeats = text.lookup.append(outcome.tokens)
-            if text.plan is _RESTED:
-                if repeats:
-                    text.resting = 0
-                if not text.resting:
-                    self._observed = slot, self._clock()
-                return
+                text.take(outcome.rows)
+            text.lookup.append(outcome.tokens)
             if outcome.rows > 1:
                 copied = [] if self._config.chain and text.plan.draft else text.copied[0]
                 self._watch.observe(slot, outcome.tokens[:-1], copied, drafted=text.plan.draft)
@@ -265,6 +271,18 @@ class Speculator:
             self._observe_costs(self._texts[slot], slot, outcome)
         else:
             self._observe_shared_costs(outcomes, prompts)
+
+    def _observe_rested(self, outcomes: Mapping[int, StepOutcome]) -> bool:
+        """Observe a step of one text that was not planned, if it is one."""
+        [(slot, outcome)] = outcomes.items()
+        text = self._texts[slot]
+        if text.plan is not _RESTED:
+            return False
+        if text.lookup.append(outcome.tokens):
+            text.resting = 0
+        if not text.resting:
+            self._observed = slot, self._clock()
+        return True
 
     def notes(self, slot: int) -> Notes:
         text = self._texts.get(slot)
@@ -308,7 +326,7 @@ class Speculator:
 
     def _draft_alone(self, turn: Turn) -> None:
         text = self._texts[turn.slot]
-        if text.resting:
+        if text.resting and turn.constraint is None:
             text.resting -= 1
             text.rested += 1
             text.plan = _RESTED
@@ -414,12 +432,13 @@ class Speculator:
     def _offer(self, turn: Turn, mix: int, *, due: bool) -> Offer:
         text = self._texts[turn.slot]
         copied, score = text.copied
-        text.policy.use_mix(mix)
-        text.policy.begin_step()
-        if text.policy.started and (due or not text.expected):
-            text.expected = text.policy.expected()
+        history = text.policy.history
+        history.mix = mix
+        history.begin_steps()
+        if history.acceptance.started and (due or not text.expected):
+            text.expected = history.acceptance.expected(history.waited)
         max_rows = min(turn.max_rows, self._config.budget + 1)
-        since = text.policy.since_draft
+        since = history.since_draft
         return Offer(text.expected, len(copied), math.exp(score), max_rows, since, turn.slot)
 
     def _shared(self, turns: Sequence[Turn], prompts: Sequence[Piece]) -> SharedTrees:
@@ -427,11 +446,12 @@ class Speculator:
         offers, parts = [], []
         for turn in turns:
             text = self._texts[turn.slot]
-            (copied, score), policy = text.copied, text.policy
+            (copied, score), history = text.copied, text.policy.history
+            expected = text.expected or history.acceptance.expected(history.waited)
             most = min(turn.max_rows, self._config.budget + 1)
-            offers.append(Offer(text.expected or policy.expected(), len(copied), math.exp(score), most, 0))
+            offers.append(Offer(expected, len(copied), math.exp(score), most, 0))
             if text.was_asked(self._calls):
-                parts.append(SharedPart(turn.slot, most, policy.kept_promises))
+                parts.append(SharedPart(turn.slot, most, history.acceptance.kept.factor))
             else:
                 chain = Tree.chain([turn.anchor, *copied][:most]) if copied else Tree.root(turn.anchor)
                 parts.append(SharedPart(turn.slot, most, tree=chain, score=score))
@@ -450,7 +470,9 @@ class Speculator:
             if turn.constraint is not None:
                 report = report.only(turn.constraint.kept(report.tokens, report.parents))
             text.report = report
-            gains = text.policy.kept_promises * np.array(report.probabilities[1 : turn.max_rows])
+            gains = text.policy.history.acceptance.kept.factor * np.array(
+                report.probabilities[1 : turn.max_rows]
+            )
             return np.minimum(gains, 1.0)
         copied, score = text.copied
         return np.exp(score * np.arange(1, min(len(copied), turn.max_rows - 1) + 1))
