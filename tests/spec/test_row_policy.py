@@ -266,3 +266,60 @@ def test_work_that_waits_for_cores_costs_what_it_takes() -> None:
     drafts(64, 1.0)
     drafts(256, 1.0)
     assert drafts(64, 1.0) > 30
+
+
+class LookupPlay:
+    """Texts in which a draft is right by chance and prompt lookup in stretches of 12 tokens."""
+
+    def __init__(self, draft: float | None, seed: int):
+        """`draft`: what a call costs, in plain steps; None: lookup alone."""
+        self._draft, self._choose = draft, random.Random(seed)
+        sizes = (1, 8, 16, 24)
+        self._policy = RowPolicy(StepCosts(), max_rows=24, drafts=draft is not None, sizes=sizes)
+
+    def time(self, right: float, tokens: int = 150) -> float:
+        """Return how long a text takes of which the draft has a token right with probability `right`."""
+        self._policy = policy = self._policy.fork()
+        position, seconds, copies = 0, 0.0, self._copies(tokens)
+        while position < tokens:
+            copied = next(count for count in range(DEPTH + 1) if not copies[position + count])
+            plan = policy.plan(copied=DEPTH if copied else 0, probability=0.85 if copied else 0.0)
+            cost = gpu(plan.rows)
+            policy.costs.observe_step(plan.rows, cost)
+            accepted = min(copied, plan.rows - 1) if plan.lookup else 0
+            if plan.draft and self._draft is not None:
+                cost += self._draft
+                policy.costs.observe_draft(self._draft)
+                accepted = self._call(plan, copied, right)
+            seconds, position = seconds + cost, position + 1 + accepted
+        return seconds * tokens / position
+
+    def _call(self, plan: Plan, copied: int, right: float) -> int:
+        followed = next((depth for depth in range(DEPTH) if self._choose.random() >= right), DEPTH)
+        verified, weights = plan.rows if plan.rows > 1 else DEPTH + 1, [0.7**row for row in range(24)]
+        path = list(range(1 + min(max(followed, copied), verified - 1)))
+        self._policy.history.observe(weights, path, verified=verified, waited=plan.waited)
+        return min(len(path), plan.rows) - 1
+
+    def _copies(self, tokens: int) -> list[bool]:
+        """Return which tokens prompt lookup has; a stretch begins at three of a hundred places."""
+        copies = [False] * (tokens + 2 * DEPTH)
+        begins = [index for index in range(tokens) if self._choose.random() < 0.03]
+        for begin in begins:
+            copies[begin : begin + 12] = [True] * 12
+        return [copy and index % 15 != 0 for index, copy in enumerate(copies)]
+
+
+@pytest.mark.parametrize(("draft", "gain"), [(1.15, 1.08), (0.3, 1.3)])
+def test_a_draft_beside_lookup_costs_poor_texts_little(draft: float, gain: float) -> None:
+    """As on MT-Bench, where a draft and lookup together were slower than lookup alone."""
+    times = {cost: {0.8: 0.0, 0.2: 0.0} for cost in (None, draft)}
+    for seed in range(10, 16):
+        for cost, of_texts in times.items():
+            play = LookupPlay(cost, seed)
+            for text in range(20):
+                right = (0.8, 0.2)[text % 2]
+                of_texts[right] += play.time(right)
+    alone, both = times.values()
+    assert sum(alone.values()) / sum(both.values()) > gain
+    assert alone[0.2] / both[0.2] > 0.945
