@@ -9,11 +9,13 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Type
 
-# Of the published towers: two that divide differently, and an MLP whose rows Q8_0 cannot hold (4304).
+# Published towers have heads of 64 and of 72; of the latter the MLP's rows (4304) fit no Q8_0.
 SHAPES: dict[str, dict[str, int]] = {
     "small": {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2},
     "wide": {"depth": 3, "hidden_size": 72, "intermediate_size": 104, "num_heads": 1},
     "heads": {"depth": 1, "hidden_size": 96, "intermediate_size": 136, "num_heads": 8},
+    "heads of 64": {"depth": 2, "hidden_size": 192, "intermediate_size": 768, "num_heads": 3},
+    "heads of 72": {"depth": 2, "hidden_size": 144, "intermediate_size": 538, "num_heads": 2},
 }
 TYPES = {"F32": Type.F32, "F16": Type.F16, "BF16": Type.BF16, "Q8_0": Type.Q8_0}
 _FILE_TYPES = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}

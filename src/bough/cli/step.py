@@ -145,8 +145,8 @@ def _predict(target: Chosen, config: EngineConfig, card: str, json_file: Path | 
     columns, *cases = predict.lines(result)
     view.table(f"Prediction for {result['card']}: {target.path.name}", columns, cases)
     view.plain(
-        f"Nothing was measured on such a card. From its {result['bandwidth_gb_s']} GB/s and the shares of "
-        "its read bandwidth that an H200 reached; tok/s at an acceptance length, the draft included."
+        "Nothing was measured on such a card. From its bandwidth, SMs, clock and tensor cores, and what was "
+        "measured on an H200; tok/s at an acceptance length, the draft included."
     )
     _written(result, json_file)
 
