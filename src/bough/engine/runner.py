@@ -306,9 +306,6 @@ class StepRunner:
         """Return the times of a step of one sequence with `size` rows, and with a draft call if asked."""
         raise NotImplementedError
 
-    def _call_draft(self) -> None:
-        self.draft(lambda: [function() for function in self._draft_functions[:1]])
-
     def _read(self, flat: Tensor, first: Tensor | None) -> None:
         """Begin to copy an acceptance to the host, and the first row of each tree of several."""
         self._host_acceptance, self._host_first = flat, flat if first is None else first
@@ -378,7 +375,7 @@ class EagerRunner(StepRunner):
     def measured(self, slot: int, size: int, *, draft: bool = False) -> StepTimes:
         self._states.reserve(slot, size)
         if draft:
-            self._call_draft()
+            self.draft(lambda: [function() for function in self._draft_functions[:1]])
         self.accept(self.verify([Verify(slot, Tree.chain([0] * size), 1)]))
         _, times = self.read_back()
         self._states.lengths[slot] += 1
@@ -509,7 +506,7 @@ class GraphRunner(StepRunner):
     def measured(self, slot: int, size: int, *, draft: bool = False) -> StepTimes:
         self._trees.of(1).load([Verify(slot, Tree.root(0), 1)])
         if draft:
-            self._call_draft()
+            self.draft(lambda: [function() for function in self._draft_functions[:1]])
         self.accept(self._timed_forward(1, size, [0, 1]))
         _, times = self.read_back()
         return times

@@ -98,6 +98,12 @@ class _Text:
         copied, score = self.copied
         return Ask(turn.slot, turn.anchor, [] if chain else copied, score)
 
+    def tree(self, turn: Turn, rows: int) -> Tree:
+        """Return the first rows of what was proposed for it."""
+        if self.report is not None:
+            return self.report.tree(rows)
+        return Tree.root(turn.anchor) if rows == 1 else Tree.chain([turn.anchor, *self.copied[0]][:rows])
+
     def looked_up(self) -> tuple[list[int], float]:
         """Return what followed the last tokens earlier in the text, and each one's log probability."""
         return self.lookup.propose(self.lessons.depth) if self.copies else ([], 0.0)
@@ -251,7 +257,7 @@ class Speculator:
         reports = self._call.reports() if self._asked else []
         weights = [self._weights(turn, reports) for turn in turns]
         rows = self._sharing.shares(weights, padded=self._padded_sizes is not None, prompts=read)
-        return [self._tree(turn, count) for turn, count in zip(turns, rows, strict=True)]
+        return [self._texts[turn.slot].tree(turn, count) for turn, count in zip(turns, rows, strict=True)]
 
     def observe(self, outcomes: Mapping[int, StepOutcome], prompts: Sequence[int] = ()) -> None:
         if self._alone and self._observe_rested(outcomes):
@@ -476,10 +482,3 @@ class Speculator:
             return np.minimum(gains, 1.0)
         copied, score = text.copied
         return np.exp(score * np.arange(1, min(len(copied), turn.max_rows - 1) + 1))
-
-    def _tree(self, turn: Turn, rows: int) -> Tree:
-        """Return the first rows of what was proposed for a text."""
-        text = self._texts[turn.slot]
-        if text.report is not None:
-            return text.report.tree(rows)
-        return Tree.root(turn.anchor) if rows == 1 else Tree.chain([turn.anchor, *text.copied[0]][:rows])
