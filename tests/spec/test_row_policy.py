@@ -199,7 +199,7 @@ def test_no_rest_where_a_copy_pays() -> None:
     assert policy.plan_root()
     assert policy.plan_root(copied=7, probability=0.01)
     assert not policy.plan_root(copied=7, probability=0.9)
-    assert policy.history.usual.steps == 3
+    assert policy.history.steps == 3
 
 
 def test_rows_are_dear_by_measured_costs() -> None:

@@ -37,9 +37,6 @@ class UsualAcceptance:
     outcomes: int = 0
     unasked: int = 0  # steps since the last draft call, of all texts
     kept: "KeptPromises" = field(default_factory=lambda: KeptPromises(None))
-    steps: int = 0
-    draft_calls: int = 0
-    accepted_tokens: int = 0
 
 
 class KeptPromises:

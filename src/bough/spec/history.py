@@ -56,7 +56,6 @@ class TextHistory:
     def end_steps(self, count: int = 1, *, rows: int = 1, draft: bool = False) -> None:
         """Count steps; `rows` and `draft` of the last."""
         usual = self.usual
-        usual.steps += count
         usual.unasked += count
         self.since_draft += count
         self.waited += count
@@ -72,7 +71,4 @@ class TextHistory:
     ) -> None:
         """Learn from a draft call: probabilities of its rows' paths, the accepted rows, the rows verified."""
         self.unchanged = 0
-        estimator = self._estimators[mix]
-        estimator.usual.draft_calls += 1
-        estimator.usual.accepted_tokens += len(path) - 1
-        estimator.observe(weights, path, verified=verified, waited=waited)
+        self._estimators[mix].observe(weights, path, verified=verified, waited=waited)
