@@ -12,7 +12,7 @@ tree is verified if that alone pays. Prompt lookup costs nothing to propose: it 
 to pay.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 
@@ -116,66 +116,63 @@ class Plan:
 PLAIN = Plan(1, False)
 
 
-@dataclass(frozen=True, slots=True)
 class PlanRates:
     """Tokens a second of the plans that a step can have, as far as costs and estimates tell."""
 
-    costs: StepCosts
-    sizes: Sequence[int]
-    history: TextHistory
+    def __init__(self, costs: StepCosts, sizes: Sequence[int], history: TextHistory):
+        self._history, self._sizes, gap = history, sizes[1:], costs.gap_before
+        # Each is asked for once: a look at all costs takes a hundredth of a plain step on a fast CPU.
+        root_s, *self._trees_s = costs.of_sizes(sizes)
+        self.plain_s = root_s + gap("plain")  # of a plain step and what the host does before it
+        # Of a draft call, with the positions that wait for it.
+        self._call_s = costs.draft_call(history.mix) + costs.backlog * history.unchanged
+        draft_s = self._call_s + gap("draft")
+        self._drafted_s = [cost + draft_s for cost in self._trees_s]
+        self._lookup_gap_s, self._most = gap("lookup"), history.acceptance.most()
 
-    @property
-    def plain_s(self) -> float:
-        """Seconds of a plain step and of what the host does before it."""
-        return self.costs.of(1) + self.costs.gap_before("plain")
-
-    @property
-    def call_s(self) -> float:
-        """Seconds of a draft call, with the positions that have waited for it."""
-        return self.costs.draft_call(self.history.mix) + self.costs.backlog * self.history.unchanged
-
-    def draft_seconds(self) -> list[float]:
-        """Return what a draft call and a tree cost, for each size but the root alone."""
-        draft = self.call_s + self.costs.gap_before("draft")
-        return [cost + draft for cost in self.costs.of_sizes(self.sizes[1:])]
-
-    def best_draft(self, best: Plan, speed: float, seconds: list[float]) -> tuple[Plan, float]:
+    def best_draft(self, best: Plan, speed: float) -> tuple[Plan, float]:
         """Return the fastest plan of plain steps and a draft call, if any beats `speed` tokens a second."""
-        plain, least = self.plain_s, min(seconds)
-        acceptance, waited = self.history.acceptance, self.history.waited
-        most = acceptance.most()
+        acceptance, waited, least = self._history.acceptance, self._history.waited, min(self._drafted_s)
         for wait in (waited, *(wait for wait in WAITS if wait > waited)):
-            now = wait == waited
-            if wait + 1 + most <= speed * (wait * plain + least):
-                continue  # mostly, where steps are short and to look closer takes a good part of one
-            expected = acceptance.expected(wait)[1:]
-            for rows, more, cost in zip(self.sizes[1:], expected, seconds, strict=True):
-                rate = (wait + 1 + more) / (wait * plain + cost) / (1 if now else PATIENCE)
+            now, plain_s = wait == waited, wait * self.plain_s
+            if wait + 1 + self._most <= speed * (plain_s + least):
+                continue  # mostly, where steps are short
+            for rows, more, cost in self._drafts(acceptance.expected(wait)):
+                rate = (wait + 1 + more) / (plain_s + cost) / (1 if now else PATIENCE)
                 if rate > speed:
                     best, speed = Plan(rows, True, waited=wait) if now else PLAIN, rate
         return best, speed
 
     def best_lookup(self, best: Plan, speed: float, copied: int, probability: float) -> tuple[Plan, float]:
         """Return the fastest copy of what prompt lookup found, if any beats `speed` tokens a second."""
-        for rows in self.sizes[1:]:
+        for rows, cost in zip(self._sizes, self._trees_s, strict=True):
             # 1 + p + p^2 + ...: one for the target's own token after the copied ones.
             count = min(rows, copied + 1)
             tokens = (1 - probability**count) / (1 - min(probability, 0.999))
-            rate = tokens / (self.costs.of(rows) + self.costs.gap_before("lookup"))
+            rate = tokens / (cost + self._lookup_gap_s)
             if rate > speed:
                 best, speed = Plan(rows, False, lookup=True), rate
         return best, speed
 
-    def probe(self, seconds: list[float]) -> tuple[Plan, float]:
+    def may_probe(self, most: float) -> bool:
+        """Return whether a draft call may lose no more than `most` plain steps: a bound."""
+        return (
+            min(self._call_s, min(self._drafted_s) - (1 + self._most) * self.plain_s) <= most * self.plain_s
+        )
+
+    def probe(self) -> tuple[Plan, float]:
         """Return the draft call that loses least, and the plain steps that it may lose."""
-        plain, waited = self.plain_s, self.history.waited
-        probe, loss = Plan(1, True, waited=waited), self.call_s / plain
-        expected = self.history.acceptance.expected(waited)[1:]
-        for rows, more, cost in zip(self.sizes[1:], expected, seconds, strict=True):
-            lost = cost / plain - 1 - more
+        waited = self._history.waited
+        probe, loss = Plan(1, True, waited=waited), self._call_s / self.plain_s
+        for rows, more, cost in self._drafts(self._history.acceptance.expected(waited)):
+            lost = cost / self.plain_s - 1 - more
             if lost < loss:
                 probe, loss = Plan(rows, True, waited=waited), lost
         return probe, loss
+
+    def _drafts(self, expected: list[float]) -> Iterator[tuple[int, float, float]]:
+        """Return rows, expected tokens and seconds of a draft call and its tree, for each size."""
+        return zip(self._sizes, expected[1:], self._drafted_s, strict=True)
 
 
 class RowPolicy:
@@ -273,13 +270,12 @@ class RowPolicy:
         history.mix = self.mixes.best(self.costs.of, self.costs.draft_call)
         rates = PlanRates(self.costs, self._sizes, history)
         best, speed = PLAIN, MARGIN / rates.plain_s
-        seconds = rates.draft_seconds() if drafts else []
         if drafts:
-            best, speed = rates.best_draft(best, speed, seconds)
+            best, speed = rates.best_draft(best, speed)
         if copied:
             best, speed = rates.best_lookup(best, speed, copied, probability)
-        if drafts and best.rows == 1:
-            probe, loss = rates.probe(seconds)
+        if drafts and best.rows == 1 and rates.may_probe(TEXT_SHARE * history.steps):
+            probe, loss = rates.probe()
             if self._pays_to_know(loss):
                 return probe
         return best
