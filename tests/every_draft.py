@@ -11,6 +11,7 @@ from bough.models.spec import ModelSpec
 from bough.session.loading import load_session
 from bough.session.session import Session
 from tests.tiny_draft import SECOND, draft_config, save_draft
+from tests.tiny_weaver import save_weaver, weaver_config
 
 METHODS: dict[str, dict[str, Any]] = {
     "dflash": {"block_size": 16},
@@ -27,6 +28,7 @@ class Proposers:
     draft: str | None = None  # one of METHODS
     mtp: Literal["auto", "on", "off"] = "off"
     lookup: bool = True
+    head: str | None = None  # a generation of Weaver's over the draft
 
 
 # Each alone, and all that can stand in one tree.
@@ -35,6 +37,8 @@ PROPOSERS = {
     "mtp": Proposers(mtp="auto", lookup=False),
     **{kind: Proposers(kind, lookup=False) for kind in METHODS},
     **{f"{kind}, mtp, lookup": Proposers(kind, "on") for kind in METHODS if "of" not in kind},
+    "first weaver": Proposers("dflash", lookup=False, head="first"),
+    "weaver, lookup": Proposers("dflash", head="second"),
 }
 
 
@@ -50,6 +54,9 @@ class EveryDraft:
             if "markov_rank" in method:
                 config["architectures"] = ["Qwen3DSparkModel"]
             save_draft(folder / kind, config, seed=seed)
+        for generation in ("first", "second"):
+            config = weaver_config(spec.width, depth=METHODS["dflash"]["block_size"] - 1)
+            save_weaver(folder / f"weaver-{generation}", config, learned=generation == "first")
 
     def plain(self, **settings: Any) -> Session:
         return load_session(self._target, self._config(None, None, **settings))
@@ -72,7 +79,8 @@ class EveryDraft:
     ) -> EngineConfig:
         chosen = PROPOSERS[proposers]
         own: dict[str, Any] = {"adaptive": False, "mtp": chosen.mtp, "lookup": chosen.lookup}
-        draft = DraftConfig(self._folder / chosen.draft) if chosen.draft else None
+        head = self._folder / f"weaver-{chosen.head}" / "weaver.pth" if chosen.head else None
+        draft = DraftConfig(self._folder / chosen.draft, head=head) if chosen.draft else None
         return self._config(SpecConfig(**{**own, **settings}), draft, **(engine or {}))
 
     def _config(

@@ -43,6 +43,11 @@ class DraftConfig:
     # Tokens that it can propose, those with the first ids, a multiple of 128; None: all. A vocabulary has its
     # most frequent tokens first, and the head is a large part of a draft call.
     shortlist: int | None = None
+    head: Path | None = None  # a Weaver head over it: a .pth file, or .safetensors with config.json beside it
+
+    @property
+    def files(self) -> list[Path]:
+        return [self.path] if self.head is None else [self.path, self.head]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from bough.gguf.reader import GGUFFile
 from bough.models import mtp
 from bough.models.decoder import Decoder
 from bough.models.mtp import DraftPaths, MTPBlock, MTPBuffers
+from bough.models.newest import NewestHidden
 from bough.models.spec import has_mtp
 from bough.models.step import Step
 from bough.spec import mtp as proposer
@@ -132,12 +133,12 @@ def swapped_fuse(block: MTPBlock, embeddings: Tensor, hidden: Tensor) -> Tensor:
     return FUSE(block, hidden, embeddings)
 
 
-FUSE, STEP, NEWEST, COMMIT = MTPBlock.fuse, MTPBlock.step, MTPBlock.newest_hidden, MTPBlock.commit
+FUSE, STEP, NEWEST, COMMIT = MTPBlock.fuse, MTPBlock.step, NewestHidden.last, MTPBlock.commit
 ATTENTION = mtp.block_attention
 
 
-def newest_is_older(block: MTPBlock, slots: Tensor, buffers: MTPBuffers) -> Tensor:
-    return NEWEST(block, slots, replace(buffers, counts=buffers.counts - 1))
+def newest_is_older(newest: NewestHidden, slots: Tensor) -> Tensor:
+    return NEWEST(replace(newest, counts=newest.counts - 1), slots)
 
 
 def hidden_of_the_token_itself(block: MTPBlock, features: Tensor, slots: Tensor, *rest) -> None:
@@ -163,7 +164,7 @@ def begin_at_zero(model: MTPModel, slot: int) -> None:
 ANGLES = mtp.rope_angles
 BUGS = {
     "the embedding comes second": (MTPBlock, "fuse", swapped_fuse),
-    "the hidden state of one position before": (MTPBlock, "newest_hidden", newest_is_older),
+    "the hidden state of one position before": (NewestHidden, "last", newest_is_older),
     "the hidden state of the token itself": (MTPBlock, "commit", hidden_of_the_token_itself),
     "drafted rows are not seen": (mtp, "block_attention", blind_to_drafts),
     "drafted rows are one position off": (mtp, "rope_angles", later_positions),

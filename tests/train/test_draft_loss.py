@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy, pad
 
-from bough.models.draft_spec import SecondSpec
+from bough.models.draft_spec import RefineSpec, SecondSpec
 from bough.train import draft_loss
 from bough.train.draft_loss import Head, Tally, block_loss, block_weights, selection
-from bough.train.draft_model import TrainedSelector
+from bough.train.draft_model import Readout, TrainedMLP, TrainedSelector
+
+PLAIN = Readout(torch.nn.Identity())
 
 
 def rows(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -55,7 +57,7 @@ def test_groups_of_blocks_give_the_gradient_of_the_whole(monkeypatch, kind):
     for size in (1 << 28, 30 * 5 * 3):
         monkeypatch.setattr(draft_loss, "_LOGITS", size)
         weight.grad = None
-        tally = block_loss(inputs @ weight, labels, valid, Head(head), kind=kind, scale=0.5)
+        tally = block_loss(inputs @ weight, labels, valid, Head(head), kind=kind, scale=0.5, readout=PLAIN)
         assert torch.allclose(weight.grad, expected, rtol=1e-4, atol=1e-6)
         assert tally.mean_loss == pytest.approx(mean, rel=1e-5)
 
@@ -81,6 +83,27 @@ def selector_of(vocabulary: int, width: int) -> TrainedSelector:
     return selector
 
 
+def selecting(selector: TrainedSelector) -> Readout:
+    def logits(rows, normed, before, ids, marginals):
+        return marginals[..., None, :] + selector(normed, before, ids)
+
+    return Readout(torch.nn.Identity(), selector.candidates, logits)
+
+
+def refining(embedding: torch.Tensor, head: torch.Tensor) -> tuple[Readout, list[torch.nn.Parameter]]:
+    """An MLP with a norm of its own, and all that it learns."""
+    norm, mlp = torch.nn.RMSNorm(8, 1e-6), TrainedMLP(RefineSpec(6, candidates=5), 8)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in (*norm.parameters(), *mlp.parameters()):
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+
+    def logits(rows, normed, before, ids, marginals):
+        return norm(mlp(rows, normed, embedding[before])) @ head[ids].mT
+
+    return Readout(norm, mlp.candidates, logits), [*norm.parameters(), *mlp.parameters()]
+
+
 def test_the_selector_learns_which_candidate_follows_the_token_before():
     """Its loss by hand: gold among the candidates or in the place of the last one, after the true token."""
     vocabulary, width, torch_generator = 12, 8, torch.Generator().manual_seed(3)
@@ -91,7 +114,7 @@ def test_the_selector_learns_which_candidate_follows_the_token_before():
     # In the first block the third label is the least likely token: it is no candidate.
     logits[0, 2, 2] = -50
     with torch.no_grad():
-        found = selection(selector, hidden, logits, labels, anchors, Head(logits))
+        found = selection(selecting(selector), (hidden, hidden), logits, labels, anchors, Head(logits))
     for block in range(2):
         before = [int(anchors[block]), *labels[block].tolist()]
         for depth in range(3):
@@ -116,9 +139,10 @@ def test_the_selector_learns_which_candidate_follows_the_token_before():
     assert not found.recalled[0, 2]
 
 
-def test_groups_of_blocks_give_the_selector_the_gradient_of_the_whole(monkeypatch):
+@pytest.mark.parametrize("kind", ["selector", "mlp"])
+def test_groups_of_blocks_give_a_choice_the_gradient_of_the_whole(monkeypatch, kind):
     vocabulary, width, generator = 40, 8, torch.Generator().manual_seed(4)
-    head = torch.randn(vocabulary, width, generator=generator)
+    head, embedding = (torch.randn(vocabulary, width, generator=generator) for _ in range(2))
     hidden = torch.randn(2, 3, 5, width, generator=generator)
     labels = torch.randint(vocabulary, (2, 3, 4), generator=generator)
     anchors = torch.randint(vocabulary, (2, 3), generator=generator)
@@ -127,16 +151,61 @@ def test_groups_of_blocks_give_the_selector_the_gradient_of_the_whole(monkeypatc
     for size in (1 << 28, 1):
         monkeypatch.setattr(draft_loss, "_LOGITS", size)
         selector, rows = selector_of(vocabulary, width), hidden.clone().requires_grad_()
-        block_loss(rows, labels, valid, Head(head), kind="dpace", selector=selector, anchors=anchors)
-        gradients.append([rows.grad, *(each.grad for each in selector.parameters())])
+        readout, learnt = selecting(selector), list(selector.parameters())
+        if kind == "mlp":
+            readout, learnt = refining(embedding, head)
+        block_loss(rows, labels, valid, Head(head), kind="dpace", readout=readout, anchors=anchors)
+        gradients.append([rows.grad, *(each.grad for each in learnt)])
     for whole, parts in zip(*gradients, strict=True):
         assert whole is not None and whole.any() and torch.allclose(whole, parts, atol=1e-6)
+
+
+def test_the_loss_of_an_mlp_is_that_of_the_marginals_and_of_its_choice():
+    """By one plain forward pass: logits of all tokens, then those of the candidates after the true token."""
+    vocabulary, generator = 40, torch.Generator().manual_seed(4)
+    head, embedding = (torch.randn(vocabulary, 8, generator=generator) for _ in range(2))
+    hidden = torch.randn(1, 3, 5, 8, generator=generator)
+    labels = torch.randint(vocabulary, (1, 3, 4), generator=generator)
+    anchors = torch.randint(vocabulary, (1, 3), generator=generator)
+    readout, learnt = refining(embedding, head)
+    rows = hidden.clone().requires_grad_()
+    valid = torch.ones_like(labels, dtype=torch.bool)
+    block_loss(rows, labels, valid, Head(head), kind="decay", readout=readout, anchors=anchors)
+    plain = hidden.clone().requires_grad_()
+    loss, weights = torch.zeros(()), torch.exp(-torch.arange(4) / (5 / 2.3))
+    for block in range(3):
+        before = [int(anchors[0, block]), *labels[0, block].tolist()]
+        for depth in range(4):
+            row, gold = plain[0, block, depth + 1], before[depth + 1]
+            marginals = head @ readout.norm(row)
+            ids = marginals.topk(5).indices.tolist()
+            if gold not in ids:
+                ids[-1] = gold
+            token, chosen = torch.tensor([before[depth]]), torch.tensor(ids)
+            scores = readout.logits(row, readout.norm(row), token, chosen, marginals[chosen])[0]
+            cost = -marginals.log_softmax(0)[gold] - scores.log_softmax(0)[ids.index(gold)]
+            loss = loss + weights[depth] * cost / 12
+    expected = torch.autograd.grad(loss, [plain, *learnt])
+    for ours, theirs in zip([rows.grad, *(each.grad for each in learnt)], expected, strict=True):
+        assert theirs.any() and torch.allclose(ours, theirs, atol=1e-5)
+
+
+def test_a_head_learns_alone_where_the_rows_need_no_gradient():
+    vocabulary, generator = 40, torch.Generator().manual_seed(4)
+    head, embedding = (torch.randn(vocabulary, 8, generator=generator) for _ in range(2))
+    readout, (norm, *learnt) = refining(embedding, head)
+    norm.requires_grad_(False)
+    labels = torch.randint(vocabulary, (1, 3, 4), generator=generator)
+    rows, valid = torch.randn(1, 3, 5, 8, generator=generator), torch.ones_like(labels, dtype=torch.bool)
+    block_loss(rows, labels, valid, Head(head), kind="dpace", readout=readout, anchors=labels[..., 0])
+    assert norm.grad is None and all(each.grad is not None and each.grad.any() for each in learnt)
 
 
 def test_blocks_without_labels_count_nothing():
     hidden = rows(1, 2, 4, 8).requires_grad_()
     none = torch.zeros(1, 2, 3, dtype=torch.bool)
-    tally = block_loss(hidden, torch.zeros(1, 2, 3, dtype=torch.int64), none, Head(rows(5, 8)), kind="dpace")
+    labels = torch.zeros(1, 2, 3, dtype=torch.int64)
+    tally = block_loss(hidden, labels, none, Head(rows(5, 8)), kind="dpace", readout=PLAIN)
     assert tally.mean_loss == 0 and tally.acceptance == 1
     assert torch.equal(hidden.grad, torch.zeros_like(hidden))
 
@@ -160,9 +229,8 @@ def test_a_part_of_the_head_compares_its_tokens_alone(selects):
         if part.tokens is None:
             project = selector.hidden_projection
             project.weight = torch.nn.Parameter(pad(project.weight.detach(), (0, 1)))
-        tally = block_loss(
-            own, labels, valid, part, kind="dpace", selector=selector if selects else None, anchors=anchors
-        )
+        readout = selecting(selector) if selects else PLAIN
+        tally = block_loss(own, labels, valid, part, kind="dpace", readout=readout, anchors=anchors)
         found.append((rows.grad, tally.mean_loss, tally.acceptance))
     (gradient, *facts), (expected, *others) = found
     assert facts == pytest.approx(others, rel=1e-5)

@@ -13,7 +13,7 @@ from bough.models.draft_spec import DraftSpec
 from bough.state.draft_ring import draft_buffers
 from bough.train.draft_export import draft_config
 from bough.train.draft_model import TrainedDraft, new_spec
-from bough.train.draft_target import TrainingTarget
+from bough.train.draft_target import Frozen, TrainingTarget
 from tests.tiny_draft import draft_config as config_of
 from tests.tiny_draft import draft_tensors
 
@@ -26,14 +26,15 @@ KINDS = {
     "all sliding": ((("sliding", True), ("sliding", True)), 6),
     "bidirectional sliding": ((("sliding", False), ("sliding", False)), 6),
     "dflash2": ((("sliding", False), ("sliding", False)), 6),
+    "mlp": ((("sliding", True), ("full", False)), 6),
 }
 RANK = 24
 
 
 def spec_of(target: TrainingTarget, kind: str = "full") -> DraftSpec:
     layers, window = KINDS[kind]
-    rank = RANK if kind == "dflash2" else 0
-    base = new_spec(target.spec, mask_id=target.spec.vocab_size - 1, layers=2, block_size=BLOCK, rank=rank)
+    heads = {"dflash2": {"rank": RANK}, "mlp": {"inner": RANK}}.get(kind, {})
+    base = new_spec(target.spec, mask_id=target.spec.vocab_size - 1, layers=2, block_size=BLOCK, **heads)
     kinds, causal = zip(*layers, strict=True)
     return replace(base, layers=kinds, causal=causal, window=window)
 
@@ -103,19 +104,26 @@ def test_hidden_states_equal_the_inference_draft(tiny_target, kind, tmp_path):
     assert replace(served.spec, source=spec.source) == spec
     features, embeddings = (each.detach() for each in inputs(spec))
     with torch.no_grad():
-        trained = model(features, embeddings, ANCHORS)
+        residual = model(features, embeddings, ANCHORS)
+        trained, readout = model.norm(residual), model.readout(Frozen(tiny_target.decoder, 1, BLOCK))
         for text in range(2):
             for block, anchor in enumerate(ANCHORS[text].tolist()):
                 buffers, slot = draft_buffers(spec, max_ctx=64), torch.tensor([0])
                 served.append(features[text : text + 1, :anchor], slot, buffers)
                 rows = served.block(embeddings[text : text + 1, block], slot, buffers)[0]
                 assert (rows - trained[text, block]).norm() < 1e-5 * rows.norm()
-                if model.candidate_selector is not None:
-                    assert served.selector is not None
+                if readout.logits is not None:
                     ids = torch.randint(tiny_target.spec.vocab_size, (BLOCK, 5))
-                    scores = served.selector(rows, ids[:, :3], ids)
-                    assert scores.any()
-                    assert torch.allclose(model.candidate_selector(rows, ids[:, :3], ids), scores, atol=1e-4)
+                    marginals, before = torch.randn(BLOCK, 5), ids[:, :3]
+                    whole = served.rows(embeddings[text : text + 1, block], slot, buffers)[0][0]
+                    if served.refiner is not None:
+                        scores = served.refiner(whole, rows, before, ids, tiny_target.decoder)
+                    else:
+                        assert served.selector is not None
+                        scores = marginals[:, None] + served.selector(rows, before, ids)
+                    ours = readout.logits(residual[text, block], trained[text, block], before, ids, marginals)
+                    assert torch.allclose(ours, scores, atol=1e-4)
+                    assert not torch.allclose(scores[:, 0], scores[:, 1], atol=1e-2)
 
 
 def test_a_state_dict_is_a_checkpoint(tiny_target):
@@ -144,7 +152,7 @@ def test_recomputing_activations_changes_nothing(tiny_target):
         model = model_of(spec)
         model.recompute = recompute
         features, embeddings = (each.detach() for each in inputs(spec))
-        model(features, embeddings, ANCHORS).square().sum().backward()
+        model.norm(model(features, embeddings, ANCHORS)).square().sum().backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
     for kept, recomputed in zip(*gradients, strict=True):
         assert torch.equal(kept, recomputed)

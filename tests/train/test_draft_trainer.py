@@ -96,8 +96,9 @@ def test_training_raises_the_acceptance_length(tmp_path):
     assert len(report["history"]) == 10
 
 
-def test_a_dflash2_draft_learns_what_follows_the_token_before(tmp_path):
-    """It goes on from a DFlash draft: its convolutions and its selector begin without effect."""
+@pytest.mark.parametrize("kind", ["dflash2", "mlp"])
+def test_a_draft_learns_what_follows_the_token_before(tmp_path, kind):
+    """It goes on from a DFlash draft: its convolutions and its selector, or its MLP, begin without effect."""
     generator = np.random.default_rng(5)
     prompts = tmp_path / "prompts.jsonl"
     with prompts.open("w") as file:
@@ -114,7 +115,7 @@ def test_a_dflash2_draft_learns_what_follows_the_token_before(tmp_path):
         device="cpu",
     )
     before = train_draft(job)
-    config = replace(job.config, kind="dflash2", rank=32, steps=40, gguf=True)
+    config = replace(job.config, kind=kind, rank=32, steps=40, gguf=True, head_only=kind == "mlp")
     job = replace(job, folder=second, config=config, continue_from=first)
     result = train_draft(job)
     assert before.measured is not None and result.measured is not None and result.evaluation is not None
@@ -127,10 +128,17 @@ def test_a_dflash2_draft_learns_what_follows_the_token_before(tmp_path):
     target = load_target(path, device="cpu")
     encoded = [target.tokenizer.encode("Cats and dogs rest here. It is")]
     stored = load_file(second / "model.safetensors")
-    assert stored["candidate_selector.successor_codebook"].any()
-    assert stored["layers.0.mlp_conv.kernel_projection.weight"].any()
+    if kind == "dflash2":
+        assert stored["candidate_selector.successor_codebook"].any()
+        assert stored["layers.0.mlp_conv.kernel_projection.weight"].any()
+    else:
+        assert stored["ar_approximation.d.weight"].any()
+        others = load_file(first / "model.safetensors")
+        assert all(torch.equal(stored[name], tensor) for name, tensor in others.items())
+    # The MLP is trained alone, on a draft of few steps.
+    least = 2 if kind == "dflash2" else 1.3
     for draft in (second, second / "draft-q8_0.gguf"):
-        assert measure(target, draft, encoded, max_tokens=32).acceptance > 2
+        assert measure(target, draft, encoded, max_tokens=32).acceptance > least
 
 
 def test_an_mtp_block_for_a_target_without_one(tiny_target, data, tmp_path):

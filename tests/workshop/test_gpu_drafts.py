@@ -2,13 +2,12 @@
 
 from pathlib import Path
 
-from tests.gpu.texts import embedded_pair
-from workshop.gpu.drafts import FULL, Options, Run, parameters
+from workshop.gpu.drafts import FULL, Options, Run, size_of, specs
 
 
-def test_both_block_drafts_have_as_many_parameters() -> None:
-    made = parameters(embedded_pair()[0])
-    assert abs(made["dflash2"] / made["dflash"] - 1) < 0.02
+def test_all_block_drafts_have_as_many_parameters(tmp_path: Path) -> None:
+    made = {kind: size_of(spec) for kind, spec in specs(Run(Options(data=tmp_path, out=tmp_path))).items()}
+    assert made.keys() == {"dflash2", "dflash", "mlp"} and max(made.values()) < 1.02 * min(made.values())
 
 
 def test_parts_run_one_after_the_other_in_a_trial_and_failures_are_told(tmp_path: Path) -> None:

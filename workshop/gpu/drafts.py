@@ -1,12 +1,14 @@
-"""Trains a DFlash2, a DFlash and an MTP draft of the embedded target with equal data, and compares them.
+"""Trains a draft of every kind of the embedded target, or of another, with equal data, and compares them.
 
     python -m workshop gpu.drafts --prompts prompts.jsonl --data DATA --out FOLDER
+    python -m workshop gpu.drafts --target FILE --tokens FOLDER --no-times --data DATA --out FOLDER
     python -m workshop gpu.drafts --toy --data DATA --out FOLDER     a trial run on a CPU
 
 prompts.jsonl is that of workshop/training/prepare.py; DATA holds humaneval/test.jsonl.gz and so on. Four
-parts, each in processes of its own: the target answers the prompts; three drafts are trained at once, the
-DFlash draft with a wider feed-forward, so that it has as many parameters as the DFlash2 one; acceptance at
-budgets 8, 22 and 63 on three suites, greedy and at T 0.8; the time of a draft call of every kind beside a
+parts, each in processes of its own: the target answers the prompts, or --tokens has its answers, as
+gpu.real_pair leaves them; drafts of all kinds are trained at once, those of fewer parameters than the DFlash2
+one with a wider feed-forward (the MTP block is smaller, and of the embedded target only); acceptance at
+budgets 8, 22 and 63 on three suites, greedy, at T 0.8 and 1; the time of a draft call of every kind beside a
 random 27B (draft_kinds.py), which is grown meanwhile. A part that fails or runs out of time leaves out those
 that need it; --no-times leaves out the last one. Results are lines in FOLDER/results.jsonl; logs and drafts
 lie beside it.
@@ -24,6 +26,7 @@ from typing import Annotated, Any
 import torch
 
 from bough.gguf.reader import GGUFFile
+from bough.models.draft_spec import DraftSpec
 from bough.models.spec import ModelSpec
 from bough.train.draft_model import TrainedDraft, new_spec
 from bough.train.draft_settings import TrainConfig
@@ -33,10 +36,26 @@ from workshop.gpu.stages import Stages, scratch_folder
 from workshop.grow.grow import grow
 from workshop.report import Report
 
-KINDS = ("dflash2", "dflash", "mtp")
-RANK, WIDER = 58, 512  # of DFlash2's selector; feed-forward of the DFlash draft beyond the usual
 GROWING_CORES = 6
 ANSWER_MINUTES = 2.0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of the drafts; 0: by the target's width."""
+
+    kinds: tuple[str, ...]
+    rank: int  # of DFlash2's selector
+    inner: int  # of the MLP over candidates
+    layers: int = 3
+    kv_heads: int = 0
+    feed_forward: int = 0
+    block: int = 16
+    head_tokens: int = 1 << 20
+
+
+EMBEDDED = Shape(("dflash2", "dflash", "mlp", "mtp"), rank=58, inner=512)
+OTHER = Shape(("dflash2", "dflash", "mlp"), 32, 1024, 2, 2, 1280, 12, 49_152)
 
 
 @dataclass(frozen=True)
@@ -64,6 +83,8 @@ class Options:
     data: Path
     out: Path
     prompts: Annotated[Path | None, "JSONL, as workshop/training/prepare.py writes it"] = None
+    target: Annotated[Path | None, "default: the embedded one"] = None
+    tokens: Annotated[Path | None, "its answers, in place of prompts"] = None
     seconds: float = 470
     device: str = "cuda"
     no_times: Annotated[bool, "without the times of draft calls"] = False
@@ -77,7 +98,9 @@ class Run(Stages):
         self.sizes = TOY if options.toy else FULL
         self.device = "cpu" if options.toy else options.device
         self.toy, self.data, self.out = options.toy, options.data, options.out
-        self.prompts, self.target = options.prompts, embedded_pair()[0]
+        self.prompts, self.target = options.prompts, options.target or embedded_pair()[0]
+        self.tokens = options.tokens or self.out / "answers" / "tokens"
+        self.shape = EMBEDDED if options.target is None else OTHER
         self.timed = not options.no_times
 
     def together(self, commands: dict[str, list[Any]], *, reserve: float) -> bool:
@@ -103,28 +126,30 @@ def answers(run: Run) -> bool:
 
 
 def train(run: Run) -> bool:
-    sizes, processes = run.sizes, dict[str, list[Any]]()
-    with GGUFFile.open(run.target) as file:
-        usual = new_spec(ModelSpec.from_gguf(file), mask_id=0).feed_forward
-    for kind in KINDS:
-        command = ["training.draft", run.target, "--tokens", run.out / "answers" / "tokens"]
+    sizes, shape, processes = run.sizes, run.shape, dict[str, list[Any]]()
+    widths = {kind: spec.feed_forward for kind, spec in specs(run).items()}
+    for kind in shape.kinds:
+        command = ["training.draft", run.target, "--tokens", run.tokens, "--block", shape.block]
         command += ["--output", run.out / kind, "--kind", kind, "--steps", sizes.steps, "--seq", sizes.length]
         command += ["--batch", sizes.batch, "--anchors", sizes.anchors, "--device", run.device]
-        command += ["--rank", RANK] if kind == "dflash2" else []
-        command += ["--feed-forward", usual + WIDER] if kind == "dflash" else []
+        command += ["--layers", shape.layers, "--head-tokens", shape.head_tokens]
+        command += ["--kv-heads", shape.kv_heads] if shape.kv_heads else []
+        rank = {"dflash2": shape.rank, "mlp": shape.inner}.get(kind)
+        command += ["--rank", rank] if rank else []
+        command += ["--feed-forward", widths[kind]] if kind in widths else []
         processes[f"train-{kind}"] = command
     return run.together(processes, reserve=200 if run.timed else 90)
 
 
 def measure(run: Run) -> bool:
     sizes, processes = run.sizes, dict[str, list[Any]]()
-    for kind in KINDS:
+    for kind in run.shape.kinds:
         own = ["--model", run.target, "--draft", run.out / kind]
         if kind == "mtp":
             own = ["--model", run.out / kind / "target-mtp.gguf"]
         command = ["acceptance", *own, "--data", run.data, "--label", kind, "--no-plain"]
         command += ["--no-lookup", "--prompts", sizes.measured, "--n-gen", sizes.measured_tokens]
-        command += ["--budget", *sizes.budgets, "--temperature", 0.0, 0.8, "--device", run.device]
+        command += ["--budget", *sizes.budgets, "--temperature", 0.0, 0.8, 1.0, "--device", run.device]
         command += ["--lines", run.out / f"lines-{kind}.jsonl", "--out", run.out / "acceptance.jsonl"]
         processes[f"acceptance-{kind}"] = command
     good = run.together(processes, reserve=110 if run.timed else 0)
@@ -133,18 +158,17 @@ def measure(run: Run) -> bool:
 
 
 def compare(run: Run) -> None:
-    """Log the acceptance of each kind, and DFlash2's over DFlash's."""
+    """Log the acceptance of each kind, and that of each over DFlash's."""
     found: dict[tuple[str, float, int], dict[str, float]] = {}
-    for kind in KINDS:
+    for kind in run.shape.kinds:
         for text in (run.out / f"acceptance-{kind}.log").read_text(errors="replace").splitlines():
             if text.startswith("{") and "acceptance_length" in text:
                 row = json.loads(text)
                 key = (row["suite"], row["temperature"], row["budget"])
                 found.setdefault(key, {})[kind] = round(row["acceptance_length"]["mean"], 3)
     for (suite, temperature, budget), by_kind in found.items():
-        gain = {}
-        if {"dflash", "dflash2"} <= by_kind.keys():
-            gain = {"dflash2_over_dflash": round(by_kind["dflash2"] / by_kind["dflash"], 3)}
+        plain = by_kind.get("dflash")
+        gain = {f"{kind}_over_dflash": round(each / plain, 3) for kind, each in by_kind.items() if plain}
         run.log("acceptance", suite=suite, temperature=temperature, budget=budget, acceptance=by_kind, **gain)
 
 
@@ -164,16 +188,29 @@ def times(run: Run, growing: subprocess.Popen[bytes] | None, folder: Path) -> bo
     return good
 
 
-def parameters(target: Path) -> dict[str, int]:
-    """Return the parameters of both block drafts, which have to be equal but for a few percent."""
-    with GGUFFile.open(target) as file:
-        spec = ModelSpec.from_gguf(file)
-    wide = new_spec(spec, mask_id=0).feed_forward + WIDER
-    made = {
-        "dflash2": new_spec(spec, mask_id=0, rank=RANK),
-        "dflash": new_spec(spec, mask_id=0, feed_forward=wide),
+def specs(run: Run) -> dict[str, DraftSpec]:
+    """Return the block drafts' shapes, whose feed-forward gives all as many parameters as DFlash2's has."""
+    shape, heads = run.shape, {"dflash2": {"rank": run.shape.rank}, "mlp": {"inner": run.shape.inner}}
+    with GGUFFile.open(run.target) as file:
+        target = ModelSpec.from_gguf(file)
+
+    def made(kind: str, feed_forward: int | None) -> DraftSpec:
+        options = {"layers": shape.layers, "kv_heads": shape.kv_heads or None, "block_size": shape.block}
+        return new_spec(target, mask_id=0, feed_forward=feed_forward, **options, **heads.get(kind, {}))
+
+    usual = {kind: made(kind, shape.feed_forward or None) for kind in ("dflash2", "dflash", "mlp")}
+    most, unit = size_of(usual["dflash2"]), 32
+    return {
+        kind: made(
+            kind,
+            spec.feed_forward + (most - size_of(spec)) // (3 * target.width * shape.layers * unit) * unit,
+        )
+        for kind, spec in usual.items()
     }
-    return {kind: sum(each.numel() for each in TrainedDraft(own).parameters()) for kind, own in made.items()}
+
+
+def size_of(spec: DraftSpec) -> int:
+    return sum(each.numel() for each in TrainedDraft(spec).parameters())
 
 
 @case()
@@ -183,19 +220,21 @@ def main(report: Report, options: Options) -> bool:
         os.sched_setaffinity(0, every[-GROWING_CORES:])
         grow(options.grow, "27b", random=True, force=True)
         return False
-    assert options.prompts is not None or options.toy, "--prompts is needed, except with --toy"
+    sources = (options.prompts, options.tokens, options.toy or None)
+    assert any(each is not None for each in sources), "--prompts or --tokens is needed, except with --toy"
     options.out.mkdir(parents=True, exist_ok=True)
     run, folder = Run(options), scratch_folder()
-    made = parameters(run.target)
-    config = {name: getattr(TrainConfig(), name) for name in ("optimiser", "loss", "layers", "block")}
-    run.log("drafts", parameters=made, sizes=repr(run.sizes), rank=RANK, device=run.device, **config)
-    assert abs(made["dflash2"] / made["dflash"] - 1) < 0.02, made
+    made = {kind: size_of(spec) for kind, spec in specs(run).items()}
+    config = {name: getattr(TrainConfig(), name) for name in ("optimiser", "loss")}
+    facts = {"sizes": repr(run.sizes), "shape": repr(run.shape), "device": run.device}
+    run.log("drafts", parameters=made, **facts, **config)
+    assert max(made.values()) < 1.02 * min(made.values()), made
     growing = None
     try:
         if run.timed and not run.toy:
             shutil.rmtree(folder, ignore_errors=True)
             growing = run.start("grow", "gpu.drafts", "--grow", folder, "--data", run.data, "--out", run.out)
-        if answers(run) and train(run):
+        if (options.tokens is not None or answers(run)) and train(run):
             measure(run)
         if run.timed:
             times(run, growing, folder)

@@ -222,6 +222,9 @@ class SpeculationOptions:
     draft_quant: DraftQuant = _speculation(
         "Quantise the draft while it is loaded. auto: q8_0 on a GPU, none on a CPU.", default=DraftQuant.auto
     )
+    draft_head: Path | None = _speculation(
+        "A Weaver head over the draft, as published (.pth) or in safetensors.", "FILE"
+    )
     budget: int | None = _speculation(
         "Most proposed tokens in a tree. Default: as recommended for the model, else 22.", "N 1..63"
     )

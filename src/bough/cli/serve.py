@@ -276,7 +276,8 @@ def _as_json(choices: Sequence[Choice], config: ServerConfig, replicas: Replicas
         "scorer": str(scorer) if scorer else "words"
     }
     if engine.draft is not None:
-        settings["draft"] = dataclasses.asdict(engine.draft) | {"path": str(engine.draft.path)}
+        paths = {"path": str(engine.draft.path), "head": engine.draft.head and str(engine.draft.head)}
+        settings["draft"] = dataclasses.asdict(engine.draft) | paths
     number = {} if replicas is None else {"replicas": dataclasses.asdict(replicas)}
     return {"model": str(target.path), "models": models, "server": server, "engine": settings, **number}
 

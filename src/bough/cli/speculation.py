@@ -93,7 +93,7 @@ def decide(options: SpeculationOptions, target: Chosen, *, offline: bool, screen
             screen.note(OWN_BLOCK)
         return Speculation(plan.config)
     _warn_of_base(target, screen, named=named.name != AUTO)
-    return Speculation(plan.config, DraftConfig(path, options.draft_quant.value))
+    return Speculation(plan.config, DraftConfig(path, options.draft_quant.value, head=options.draft_head))
 
 
 def _warn_of_base(target: Chosen, screen: view.Screen, *, named: bool) -> None:
@@ -144,7 +144,11 @@ def _is_plain(options: SpeculationOptions) -> bool:
 
 def _draft_flags(options: SpeculationOptions) -> list[str]:
     """Return the given flags that need a draft."""
-    return ["--draft-quant"] if options.draft_quant is not DraftQuant.auto else []
+    given = {
+        "--draft-quant": options.draft_quant is not DraftQuant.auto,
+        "--draft-head": options.draft_head is not None,
+    }
+    return [flag for flag, is_given in given.items() if is_given]
 
 
 def _fetched_draft(card: ModelCard, *, fetch: bool, screen: view.Screen) -> Path | None:

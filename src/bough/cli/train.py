@@ -35,7 +35,7 @@ _NOTES_EVERY_S = 60  # where standard error is no terminal
 
 Optimiser = StrEnum("Optimiser", "muon adamw")
 Loss = StrEnum("Loss", "dpace decay")
-Kind = StrEnum("Kind", "dflash dflash2 mtp")
+Kind = StrEnum("Kind", "dflash dflash2 mlp mtp")
 _text, _draft, _training = panel("Text"), panel("Draft"), panel("Training")
 
 
@@ -57,11 +57,11 @@ class TextOptions:
 @dataclass(frozen=True, slots=True)
 class DraftOptions:
     kind: Kind = _draft(
-        "dflash2 adds convolutions, and a choice that knows the token before; mtp: a block in a copy"
-        " of the target's file.",
+        "dflash2 and mlp add a choice that knows the token before, dflash2 convolutions too; mtp: a block in"
+        " a copy of the target's file.",
         default=Kind.dflash,
     )
-    rank: int = _draft("Of that choice's tables.", "N 1..4096", default=64)
+    rank: int | None = _draft("Of that choice's tables, or width of its MLP. Default: 64, 512.", "N 1..4096")
     layers: int = _draft("Of the draft.", "N 1..64", default=3)
     kv_heads: int | None = _draft("Each of 4 query heads. Default: by width.", "N 1..64")
     feed_forward: int | None = _draft("Default: 3 times the target's width.", "N 32..")
@@ -94,6 +94,7 @@ class TrainingOptions:
     save_every: float = _training("Between checkpoints.", "MINUTES 0..", default=5.0)
     seed: int = _training("Of weights, answers and anchors.", "N 0..", default=0)
     continue_from: Path | None = _training("Start with the weights of this draft, not with none.", "PATH")
+    head_only: bool = _training("Train what --kind adds to that draft, and nothing else.", default=False)
     portable: Path | None = _training(
         "Checkpoints of bfloat16 weights, in files of 16 MiB; --resume goes on from them elsewhere.", "FOLDER"
     )

@@ -25,10 +25,14 @@ from bough.models.measure import META, MeasuringLoader, held_bytes
 from bough.models.mtp import MTPBlock
 from bough.models.native import packed_model_bytes, packed_tensors_bytes
 from bough.models.native_draft import draft_gap, packed_draft_bytes
+from bough.models.newest import NewestHidden
 from bough.models.spec import ModelSpec, has_mtp
 from bough.models.step import SIZES, largest_padded
 from bough.models.vision_spec import REMEMBERED, VisionSpec, tower_bytes, workspace_bytes
+from bough.models.weaver import WeaverHead
+from bough.models.weaver_spec import WeaverFile
 from bough.spec.mtp import BEAMS, STEPS
+from bough.spec.weaver import CANDIDATES, WIDTH
 from bough.state.draft_ring import draft_buffers, mtp_buffers
 from bough.state.sequences import PAGE, SequenceStates
 
@@ -281,17 +285,25 @@ def _block_draft_need(
         weights = held_bytes(DFlashDraft(shape, loader, _CPU, spec.vocab_size))
         if native and draft_gap(source, shape) is None:
             weights = packed_draft_bytes(source)
-    held = {
-        "draft": weights,
-        "draft context": held_bytes(draft_buffers(shape, context=draft.context, **rings)),
-    }
+    state = held_bytes(draft_buffers(shape, context=draft.context, **rings))
     values = 2 * shape.block_size * spec.vocab_size
+    taps = len(shape.taps)
+    if draft.head is not None:
+        head = WeaverFile(draft.head, quant=draft_quant(draft, device_type))
+        head.spec.check(spec, shape)
+        loader = MeasuringLoader(head, tiles=tiles, dtype=dtype, expand=expand)
+        weights += held_bytes(WeaverHead(head.spec, loader, _CPU))
+        state += held_bytes(NewestHidden.empty(rings["slots"], spec.width, META))
+        # Rows of the target's head for the candidates of one call's nodes, and what the head itself computes.
+        values += WIDTH * (2 * CANDIDATES * spec.width + 8 * shape.depth * head.spec.width)
+        taps += 1
+    held = {"draft": weights, "draft context": state}
     if (refine := shape.refine) is not None:
         rows = shape.depth * (refine.candidates + 1)
         values += rows * (2 * refine.inner + 6 * shape.width) + (EXPANDED_WEIGHTS // 2 if tiles else 0)
     if tiles:
         values += _attention_values(shape.block_size, shape.heads, shape.kv_heads, shape.head_dim)
-    return _DraftNeed(held, len(shape.taps), values)
+    return _DraftNeed(held, taps, values)
 
 
 def _chunk_sizes(config: EngineConfig, device_type: DeviceType) -> list[int]:

@@ -235,11 +235,11 @@ class DraftSpec:
 
         `causal` overrides what the file says of the sliding layers.
         """
-        nested = _Settings(source, config).table("dflash_config")
+        nested = FileSettings(source, config).table("dflash_config")
         # Where the speculators library keeps the backbone's settings.
-        backbone = _Settings(source, config).table("transformer_layer_config")
+        backbone = FileSettings(source, config).table("transformer_layer_config")
         values = {k: v for table in (config, nested) for k, v in table.items() if v is not None}
-        keys = _Settings(source, {**backbone, **values})
+        keys = FileSettings(source, {**backbone, **values})
         _check_architecture(keys)
         for key, needed in _FIXED.items():
             if keys.get(key) not in (None, needed):
@@ -288,7 +288,7 @@ class DraftSpec:
 
         A file made from an old config names no taps: those are then the usual ones of a target this deep.
         """
-        source, keys = str(file.path), _Settings(str(file.path), file.metadata)
+        source, keys = str(file.path), FileSettings(str(file.path), file.metadata)
         if file.architecture != "dflash":
             raise UnsupportedModel(
                 f"{source}: general.architecture is {shorten(file.architecture)}, needed 'dflash' for a draft"
@@ -392,7 +392,7 @@ def default_taps(target_depth: int, draft_depth: int) -> list[int]:
     return [round(1 + i * (target_depth - 4) / (draft_depth - 1)) for i in range(draft_depth)]
 
 
-def _check_architecture(keys: "_Settings") -> None:
+def _check_architecture(keys: "FileSettings") -> None:
     names = keys.get("architectures")
     if names is None or names == []:
         return
@@ -404,7 +404,7 @@ def _check_architecture(keys: "_Settings") -> None:
         )
 
 
-def _second(keys: "_Settings", prefix: str) -> SecondSpec:
+def _second(keys: "FileSettings", prefix: str) -> SecondSpec:
     """Return the settings of DFlash2, by default those of the published draft."""
     return SecondSpec(
         kernel=keys.whole(f"{prefix}conv_kernel_size", 2, high=MAX_BLOCK),
@@ -414,7 +414,7 @@ def _second(keys: "_Settings", prefix: str) -> SecondSpec:
     )
 
 
-def _config_layers(keys: "_Settings", depth: int) -> tuple[LayerKind, ...]:
+def _config_layers(keys: "FileSettings", depth: int) -> tuple[LayerKind, ...]:
     kinds = keys.get("layer_types")
     if kinds is None:
         slides = keys.flag("use_sliding_window") and keys.optional("sliding_window")
@@ -429,10 +429,10 @@ def _config_layers(keys: "_Settings", depth: int) -> tuple[LayerKind, ...]:
     return tuple(names[kind] for kind in kinds)
 
 
-def _config_rope(keys: "_Settings") -> float:
+def _config_rope(keys: "FileSettings") -> float:
     theta = keys.number("rope_theta", 10000.0)
     for key in ("rope_scaling", "rope_parameters"):
-        rope = _Settings(f"{keys.source}: {key}", _of_all_layers(keys.table(key)))
+        rope = FileSettings(f"{keys.source}: {key}", _of_all_layers(keys.table(key)))
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind != "default":
             raise UnsupportedModel(f"{rope.source}: rope_type is {shorten(kind)}, needed 'default'")
@@ -453,7 +453,7 @@ def _of_all_layers(rope: Mapping[str, Any]) -> Mapping[str, Any]:
     return kinds[0] if equal else rope
 
 
-def _gguf_layers(keys: "_Settings", depth: int) -> tuple[tuple[LayerKind, ...], int]:
+def _gguf_layers(keys: "FileSettings", depth: int) -> tuple[tuple[LayerKind, ...], int]:
     """Return the kinds of the layers and the window of the sliding ones."""
     window = keys.whole("dflash.attention.sliding_window", 0, low=0)
     key = "dflash.attention.sliding_window_pattern"
@@ -473,7 +473,7 @@ def _causality(layers: tuple[LayerKind, ...], causal: bool | None) -> tuple[bool
 
 
 @dataclass(frozen=True, slots=True)
-class _Settings:
+class FileSettings:
     """Untrusted values by key, checked when they are read; null counts as absent."""
 
     source: str

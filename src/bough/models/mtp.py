@@ -17,6 +17,7 @@ from bough.models.decoder import EMBEDDING_TAP
 from bough.models.dflash import PIECE, DraftBuffers
 from bough.models.layers import Experts, FeedForward
 from bough.models.measure import measured, weight_loader
+from bough.models.newest import NewestHidden
 from bough.models.spec import ModelSpec, has_mtp
 from bough.models.weights import WeightLoader
 
@@ -26,10 +27,7 @@ class MTPBuffers:
     """The block's KV ring, and the target's hidden states of the newest positions."""
 
     ring: DraftBuffers  # of one layer; the first position has no hidden state before it, and so no K and V
-    # [slots + 1, rows + 1, width] float32, after the final norm: up to the position before the next. The last
-    # one is spare.
-    hidden: Tensor
-    counts: Tensor  # [slots + 1] int64: which of them that is
+    newest: NewestHidden
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +103,7 @@ class MTPBlock:
         embeddings, residual = features.split(self.spec.width, -1)
         rows, ring = features.shape[1], buffers.ring
         hidden = rms_norm(residual.contiguous(), self._final_norm, self.spec.eps)
-        hidden = torch.cat([self.newest_hidden(slots, buffers), hidden], 1)
+        hidden = buffers.newest.commit(hidden, slots, count)
         x = self.fuse(embeddings, hidden[:, :-1])
         positions = ring.lengths[slots][:, None] + torch.arange(rows, device=self.device)
         k, v = self._heads(self._key_value(rms_norm(x, self._norm, self.spec.eps)))
@@ -114,15 +112,6 @@ class MTPBlock:
         angles = rope_angles(positions, self._frequencies)
         ring_heads(k, v, self._key_norm, self.spec.eps, *angles, **pools, **tables)
         ring.lengths.index_add_(0, slots, count)
-        length = min(rows + 1, buffers.hidden.shape[1])
-        # A slot that commits nothing may be that of another row of the batch: it writes to the spare one.
-        targets = torch.where(count > 0, slots, len(buffers.counts) - 1)
-        buffers.hidden[targets, :length] = hidden[:, -length:]
-        buffers.counts[targets] = count - (rows + 1 - length)
-
-    def newest_hidden(self, slots: Tensor, buffers: MTPBuffers) -> Tensor:
-        """Return the target's hidden state [B, 1, width] of the last committed position."""
-        return buffers.hidden[slots, buffers.counts[slots]][:, None]
 
     def fuse(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
         """Return the block's input [..., width] of tokens and the hidden states before them, [..., width]."""

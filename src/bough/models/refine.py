@@ -16,7 +16,7 @@ from bough.models.decoder import Target
 from bough.models.draft_spec import DraftSpec
 from bough.models.weights import WeightLoader
 
-_MLP_EPS = 1e-6  # of the norm of embeddings: no setting
+MLP_EPS = 1e-6  # of the norm of embeddings: no setting
 
 
 class Refinement(Protocol):
@@ -42,7 +42,7 @@ class CandidateMLP:
         self._out = loader.matrix("refine_d.weight", width, inner)
 
     def __call__(self, rows: Tensor, normed: Tensor, before: Tensor, target: Target) -> Tensor:
-        embedded = rms_norm(target.embed(before), self._norm, _MLP_EPS)
+        embedded = rms_norm(target.embed(before), self._norm, MLP_EPS)
         both = torch.cat([embedded, normed[:, None].expand_as(embedded)], -1)
         up, gate = self._in(both)[0].split(self._inner, -1)
         return rows[:, None] + self._out(silu(gate) * up)

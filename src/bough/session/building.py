@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from bough.config import DraftConfig, EngineConfig, SpecConfig
 from bough.engine.engine import Engine
@@ -15,8 +16,11 @@ from bough.models.decoder import Decoder, Target
 from bough.models.dflash import DFlashDraft, open_draft
 from bough.models.measure import MeasuringLoader
 from bough.models.mtp import MTPBlock
+from bough.models.newest import NewestHidden
 from bough.models.step import SIZES
 from bough.models.vision import VisionTower
+from bough.models.weaver import WeaverHead
+from bough.models.weaver_spec import WeaverFile
 from bough.prefix_cache.cache import PrefixCacheConfig
 from bough.spec.costs import StepCosts
 from bough.spec.dflash import DFlashModel
@@ -26,6 +30,7 @@ from bough.spec.mixed import MixedModel
 from bough.spec.mtp import MTPModel
 from bough.spec.policy import EAGER_SIZES
 from bough.spec.speculator import Speculator
+from bough.spec.weaver import WeaverModel
 from bough.state.draft_ring import draft_buffers, mtp_buffers
 from bough.state.sequences import CacheConfig
 
@@ -71,6 +76,14 @@ def draft_model(draft: DFlashDraft, config: DraftConfig, target: Target, plan: M
         draft.spec, max_ctx=plan.max_ctx, context=config.context, slots=plan.sequences, **options
     )
     return DFlashModel(draft, target, buffers)
+
+
+def weaver_model(
+    head: WeaverHead, draft: DFlashModel, target: Target, plan: MemoryPlan, *, final_norm: Tensor
+) -> WeaverModel:
+    """Return a draft with a Weaver head and the state of both; `final_norm` is the target's."""
+    newest = NewestHidden.empty(plan.sequences, target.spec.width, target.device)
+    return WeaverModel(head, draft, target, newest, final_norm=final_norm)
 
 
 def speculator(
@@ -127,9 +140,15 @@ def rehearse(file: GGUFFile, config: EngineConfig, plan: MemoryPlan, device: tor
             with open_draft(config.draft.path, spec, quant=quant, causal=config.draft.causal) as opened:
                 loader = MeasuringLoader(opened[1], tiles=True)
                 draft = DFlashDraft(opened[0], loader, device, spec.vocab_size)
-            if draft.refiner is not None:
+            head = config.draft.head
+            if draft.refiner is not None or head is not None:
                 target.keep_head_rows(MeasuringLoader(file, tiles=True, host_embedding=True))
             model = draft_model(draft, config.draft, target, plan)
+            if head is not None:
+                weights = WeaverFile(head, quant=quant)
+                weaver = WeaverHead(weights.spec, MeasuringLoader(weights, tiles=True), device)
+                norm = MeasuringLoader(file, tiles=True).vector("output_norm.weight", spec.width)
+                model = weaver_model(weaver, model, target, plan, final_norm=norm)
         if uses_mtp(config, file, spec):
             mtp = mtp_model(MTPBlock(spec, MeasuringLoader(file, tiles=True), device), target, plan)
             model = mtp if model is None else MixedModel(model, mtp, width=spec.width)
@@ -139,7 +158,7 @@ def rehearse(file: GGUFFile, config: EngineConfig, plan: MemoryPlan, device: tor
 
 def _facts(file: GGUFFile, config: EngineConfig, plan: MemoryPlan) -> str:
     """Return what decides a model's kernels, in words."""
-    files = [config.draft.path] if config.draft else []
+    files = config.draft.files if config.draft else []
     drafts = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     kv = [format.name for format in plan.kv]
     shape = (plan.max_ctx, plan.sequences, plan.kv_pages, plan.prefill_chunk, plan.host_embedding)

@@ -40,12 +40,20 @@ from bough.models.native_draft import NativeDraft, draft_gap
 from bough.models.pooling import VectorSpec
 from bough.models.spec import ModelSpec
 from bough.models.vision import VisionTower
+from bough.models.weaver import WeaverHead
 from bough.models.weights import Progress as LoadProgress
 from bough.models.weights import WeightLoader
 from bough.prefix_cache.cache import PrefixCacheConfig
 from bough.prefix_cache.files import SnapshotFiles, identity
 from bough.session.attention_scorer import AttentionScorer
-from bough.session.building import build_engine, compile_ahead, draft_model, mtp_model, speculator
+from bough.session.building import (
+    build_engine,
+    compile_ahead,
+    draft_model,
+    mtp_model,
+    speculator,
+    weaver_model,
+)
 from bough.session.compression import Compression, Elsewhere
 from bough.session.pairing import card_of, with_encoder
 from bough.session.phases import Phases
@@ -56,6 +64,7 @@ from bough.session.threads import checked_threads, torch_threads
 from bough.session.vectors import Vectors, vector_config
 from bough.spec.cost_file import CostFile
 from bough.spec.costs import StepCosts
+from bough.spec.dflash import DFlashModel
 from bough.spec.draft_model import DraftModel
 from bough.spec.drafter import Drafter, NoDrafter
 from bough.spec.mixed import MixedModel
@@ -175,6 +184,12 @@ def _check_speculation(config: EngineConfig) -> None:
     if not 1 <= speculation.budget < MAX_ROWS:
         raise UsageError(
             f"`budget` is {speculation.budget}, needed 1 to {MAX_ROWS - 1} nodes", param="budget"
+        )
+    if speculation.mtp == "on" and config.draft is not None and config.draft.head is not None:
+        raise UsageError(
+            "a Weaver head and the MTP block are to propose together: their paths are more than a tree takes",
+            "name one of them",
+            param="draft",
         )
     if speculation.chain and speculation.mtp == "on" and config.draft is not None:
         raise UsageError(
@@ -336,11 +351,25 @@ def _drafter(
     model: DraftModel | None = mtp
     if config.draft is not None:
         loaded = _draft(config.draft, target, plan)
-        if loaded.refiner is not None and isinstance(target, Decoder):
+        if (loaded.refiner is not None or config.draft.head is not None) and isinstance(target, Decoder):
             target.keep_head_rows(WeightLoader(file, device=target.device, host_embedding=True))
-        draft = draft_model(loaded, config.draft, target, plan)
-        model = draft if mtp is None else MixedModel(draft, mtp, width=target.spec.width)
+        model = _headed(config.draft, file, target, plan, draft_model(loaded, config.draft, target, plan))
+        if mtp is not None:
+            model = MixedModel(model, mtp, width=target.spec.width)
     return speculator(model, config.speculation, costs, target.device)
+
+
+def _headed(
+    config: DraftConfig, file: GGUFFile, target: Target, plan: MemoryPlan, draft: DFlashModel
+) -> DraftModel:
+    """Return the draft with the Weaver head that is named, if one is."""
+    if config.head is None:
+        return draft
+    kind = target.device.type
+    options = {"dtype": compute_dtype(kind), "expand": plan.expanded, "quant": draft_quant(config, kind)}
+    head = WeaverHead.load(config.head, device=target.device, **options)
+    norm = WeightLoader(file, device=target.device).vector("output_norm.weight", target.spec.width)
+    return weaver_model(head, draft, target, plan, final_norm=norm)
 
 
 def _draft(config: DraftConfig, target: Target, plan: MemoryPlan) -> DFlashDraft:
@@ -402,7 +431,7 @@ def _prefix_cache(
         facts += ["mtp", min(plan.max_ctx, DEFAULT_CONTEXT)]
     made_of = identity(
         # An image is named by its pixels: what its rows are is the encoder's.
-        [*file.paths, *([draft.path] if draft else ()), *([config.mmproj] if config.mmproj else ())],
+        [*file.paths, *(draft.files if draft else ()), *([config.mmproj] if config.mmproj else ())],
         computing=_computing(config, plan, device),
         kv=[format.name for format in plan.kv],
         window=config.window,

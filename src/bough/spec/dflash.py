@@ -1,6 +1,6 @@
 """The DFlash draft as a proposer: its KV ring, the target's embedding and head."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,6 +13,16 @@ from bough.spec.drafter import Rank
 from bough.spec.tree import Proposal
 from bough.spec.waiting import WaitingFeatures
 from bough.state.draft_ring import SavedRings, restore_rings, save_rings
+
+
+@dataclass(frozen=True, slots=True)
+class DraftedBlock:
+    """The rows of one draft call that predict tokens, and their positions [S, K]."""
+
+    residual: Tensor  # [S, K, width] before the final norm, where a head refines them
+    hidden: Tensor  # after it
+    logits: Tensor  # [S, K, vocabulary]
+    positions: Tensor
 
 
 class DFlashModel(WaitingFeatures):
@@ -79,25 +89,22 @@ class DFlashModel(WaitingFeatures):
         self, anchors: Tensor, slots: Tensor, rank: Rank, count: int, chains: Tensor | None = None
     ) -> Proposal:
         """Return candidates for the block's positions after the anchors [S]."""
-        depth = self.positions
-        masks = self._masks[:, : self._masks.shape[1] - self.depth + depth].expand(len(anchors), -1, -1)
-        rows = torch.cat([self._target.embed(anchors[:, None]), masks], 1)
-        residual, hidden = self._rows(rows, slots, anchors, depth)
-        logits = self._draft.logits(hidden, self._target.draft_logits)
-        after = torch.arange(1, depth + 1, device=self._draft.device)
-        positions = self._buffers.lengths[slots][:, None] + after
+        block = self.block(anchors, slots)
+        hidden, logits, positions = block.hidden, block.logits, block.positions
         head = self._draft.selector or self._draft.refiner
         if head is None:
             return Proposal.of(*rank(logits, positions, anchors, slots, count))
         ids, scores = rank(logits, positions, anchors, slots, head.candidates)
         # Before each candidate: those of the position before, and the token that prompt lookup has there.
-        other = anchors[:, None].expand(positions.shape) if chains is None else chains[:, :depth].clamp(min=0)
+        other = anchors[:, None].expand(positions.shape)
+        if chains is not None:
+            other = chains[:, : positions.shape[1]].clamp(min=0)
         before = torch.cat([ids, other[..., None]], -1)
         first = anchors[:, None, None].expand(-1, 1, before.shape[-1])
         before = torch.cat([first, before[:, :-1]], 1)
         flat = hidden.flatten(0, 1), before.flatten(0, 1)
         if isinstance(head, Refiner):
-            new = head(residual.flatten(0, 1), *flat, ids.flatten(0, 1), self._target)
+            new = head(block.residual.flatten(0, 1), *flat, ids.flatten(0, 1), self._target)
             new = self._draft.scaled(new).unflatten(0, positions.shape)
             added = rank.perturb(new - logits.gather(-1, ids)[:, :, None], slots)
             confidence = None
@@ -111,13 +118,18 @@ class DFlashModel(WaitingFeatures):
             return replace(Proposal.of(ids, scores), edges=edges)
         return Proposal.stack([Proposal.best_path(*each) for each in zip(ids, edges, strict=True)])
 
-    def _rows(self, rows: Tensor, slots: Tensor, anchors: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        """Return the last `depth` rows of a block before and after the final norm."""
-        if self._draft.refiner is None:
-            hidden = self._draft.block(rows, slots, self._buffers)[:, -depth:]
-            return hidden, hidden
-        residual, hidden = self._draft.rows(rows, slots, self._buffers, anchors)
-        return residual[:, -depth:], hidden[:, -depth:]
+    def block(self, anchors: Tensor, slots: Tensor) -> DraftedBlock:
+        """Return the rows after the anchors [S], and what they predict."""
+        depth, draft = self.positions, self._draft
+        masks = self._masks[:, : self._masks.shape[1] - self.depth + depth].expand(len(anchors), -1, -1)
+        rows = torch.cat([self._target.embed(anchors[:, None]), masks], 1)
+        if draft.refiner is None:
+            residual = hidden = draft.block(rows, slots, self._buffers)[:, -depth:]
+        else:
+            residual, hidden = (part[:, -depth:] for part in draft.rows(rows, slots, self._buffers, anchors))
+        after = torch.arange(1, depth + 1, device=draft.device)
+        positions = self._buffers.lengths[slots][:, None] + after
+        return DraftedBlock(residual, hidden, draft.logits(hidden, self._target.draft_logits), positions)
 
     def save(self, slot: int) -> SavedRings:
         self.flush(slot)

@@ -50,7 +50,7 @@ class MTPModel(WaitingFeatures):
 
     def _remove(self, slot: int, count: int) -> None:
         self._buffers.ring.lengths[slot] -= count
-        self._buffers.counts[slot] -= count
+        self._buffers.newest.rollback(slot, count)
 
     def commit(self, features: Tensor, rows: Tensor, counts: Tensor, slots: Tensor) -> None:
         """Add the first counts [S] of each slot's rows [S, n] of features; no host/device synchronisation.
@@ -76,7 +76,7 @@ class MTPModel(WaitingFeatures):
             positions = (start[:, None] + 1 + depth).expand(logits.shape[:2])
             return rank(logits, positions, anchors, slots, count)
 
-        x = block.fuse(self._target.embed(anchors[:, None]), block.newest_hidden(slots, self._buffers))
+        x = block.fuse(self._target.embed(anchors[:, None]), self._buffers.newest.last(slots))
         hidden, paths = block.step(x, None, slots, self._buffers)
         ids, scores = ranked(hidden, 0, count)
         beam = _Found(ids[:, 0], scores[:, 0])
@@ -101,14 +101,13 @@ class MTPModel(WaitingFeatures):
     def save(self, slot: int) -> SavedRings:
         self.flush(slot)
         saved = save_rings(self._buffers.ring, slot)
-        hidden = host_copy(self._block.newest_hidden(self._slots(slot), self._buffers)[0])
+        hidden = host_copy(self._buffers.newest.last(self._slots(slot))[0])
         return SavedRings(saved.length, saved.start, [*saved.rings, (hidden, hidden[:0])])
 
     def restore(self, slot: int, saved: SavedRings) -> None:
         *rings, (hidden, _) = saved.rings
         restore_rings(self._buffers.ring, slot, SavedRings(saved.length, saved.start, rings))
-        self._buffers.hidden[slot, :1].copy_(hidden, non_blocking=True)
-        self._buffers.counts[slot] = 0
+        self._buffers.newest.restore(slot, hidden)
         self._waiting[slot] = []
 
 

@@ -9,10 +9,10 @@ from bough.errors import UsageError
 from bough.models.dflash import DraftBuffers
 from bough.models.draft_spec import DraftSpec
 from bough.models.mtp import MTPBuffers
+from bough.models.newest import NewestHidden
 from bough.models.spec import ModelSpec
 from bough.state.snapshots import host_copies, wait_for_copies
 
-_COMMIT_ROWS = 64  # of the newest hidden states that a rollback may return to
 # Full-attention layers reach no further than this unless asked: acceptance gains nothing from more.
 DEFAULT_CONTEXT = 16384
 
@@ -94,6 +94,5 @@ def mtp_buffers(
             lengths=zeros(dtype=torch.int64),
             starts=zeros(dtype=torch.int64),
         ),
-        hidden=torch.zeros(slots + 1, _COMMIT_ROWS + 1, spec.width, device=device),
-        counts=torch.zeros(slots + 1, dtype=torch.int64, device=device),
+        newest=NewestHidden.empty(slots, spec.width, device),
     )

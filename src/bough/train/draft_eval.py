@@ -29,7 +29,7 @@ from bough.state.draft_ring import draft_buffers, mtp_buffers
 from bough.train.draft_data import TextBatch, TokenData, make_batch
 from bough.train.draft_export import WEIGHTS
 from bough.train.draft_loss import Head, Tally, block_loss
-from bough.train.draft_model import TrainedDraft
+from bough.train.draft_model import Readout, TrainedDraft
 from bough.train.draft_target import FeatureReader, Frozen, TrainingTarget
 from bough.train.features import FeatureStore
 from bough.train.mtp_export import MTP_TARGET, load_block, read_block
@@ -62,15 +62,16 @@ def evaluate(
 ) -> Evaluation:
     total: Tally | None = None
     accepted: list[int] = []
+    readout = model.readout(frozen)
     for batch in batches:
-        hidden = block_rows(model, features, frozen, batch)
+        rows = block_rows(model, features, frozen, batch)
         tally = block_loss(
-            hidden,
+            rows,
             batch.labels,
             batch.valid,
             Head(frozen.head),
             kind="dpace",
-            selector=model.candidate_selector,
+            readout=readout,
             anchors=batch.tokens.gather(1, batch.anchors),
         )
         if total is None:
@@ -78,30 +79,28 @@ def evaluate(
         else:
             total.merge(tally)
         if isinstance(model, TrainedDraft):  # what an MTP block proposes depends on the path
-            accepted += _tree_acceptance(model, hidden, batch, frozen.head, _TREES - len(accepted))
+            accepted += _tree_acceptance(readout, rows, batch, frozen.head, _TREES - len(accepted))
     assert total is not None
     tree = sum(accepted) / len(accepted) if accepted else total.acceptance
-    recall = None if model.candidate_selector is None else total.recall
+    recall = total.recall if readout.candidates else None
     return Evaluation(step, total.mean_loss, total.top1, total.acceptance, tree, recall)
 
 
 def block_rows(
     model: TrainedDraft | TrainedMTP, features: FeatureStore, frozen: Frozen, batch: TextBatch
 ) -> Tensor:
-    """Return the hidden states [B, M, T, width] of the batch's blocks; matmuls run in bfloat16 on a GPU."""
+    """Return the rows [B, M, T, width] of the batch's blocks; matmuls run in bfloat16 on a GPU."""
     with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=batch.tokens.is_cuda):
         return model(features(batch), model.inputs(frozen, batch), batch.anchors)
 
 
-def _tree_acceptance(
-    model: TrainedDraft, hidden: Tensor, batch: TextBatch, head: Tensor, most: int
-) -> list[int]:
+def _tree_acceptance(readout: Readout, every: Tensor, batch: TextBatch, head: Tensor, most: int) -> list[int]:
     """Return the acceptance lengths of the trees of up to `most` complete blocks."""
     whole = batch.valid.all(-1).nonzero().tolist()
     counts = []
     for text, block in whole[:: max(1, len(whole) // max(most, 1))][: max(most, 0)]:
-        rows, anchor = hidden[text, block, 1:], batch.tokens[text, batch.anchors[text, block]][None]
-        proposal = _proposal(model, rows, linear(rows.to(head.dtype), head).float(), anchor)
+        rows, anchor = every[text, block, 1:], batch.tokens[text, batch.anchors[text, block]][None]
+        proposal = _proposal(readout, rows, head, anchor)
         tree, _ = build_tree(anchor, proposal, nodes=BUDGET, spine=SPINE)
         tokens, parents = tree.lists()
         depths = [0] * len(tokens)
@@ -112,17 +111,17 @@ def _tree_acceptance(
     return counts
 
 
-def _proposal(model: TrainedDraft, rows: Tensor, logits: Tensor, anchor: Tensor) -> Proposal:
-    """Return what the engine would propose from a block's rows [K, width] and logits [K, V]."""
-    selector = model.candidate_selector
-    count = CANDIDATES if selector is None else selector.candidates
-    top = logits.topk(min(count, logits.shape[1]), -1)
+def _proposal(readout: Readout, rows: Tensor, head: Tensor, anchor: Tensor) -> Proposal:
+    """Return what the engine would propose from a block's rows [K, width]."""
+    normed = readout.norm(rows)
+    logits = linear(normed.to(head.dtype), head).float()
+    top = logits.topk(min(readout.candidates or CANDIDATES, logits.shape[1]), -1)
     proposal = Proposal.of(top.indices, top.values - logits.logsumexp(-1, keepdim=True))
-    if selector is None:
+    if readout.logits is None:
         return proposal
     before = torch.cat([proposal.ids[:-1], anchor.expand(len(rows) - 1, 1)], 1)
     before = torch.cat([anchor.expand(1, before.shape[1]), before])
-    edges = proposal.scores[:, None] + selector(rows, before, proposal.ids)
+    edges = readout.logits(rows, normed, before, proposal.ids, top.values)
     return replace(proposal, edges=edges.log_softmax(-1))
 
 
@@ -174,6 +173,8 @@ def _proposer(target: TrainingTarget, path: Path, max_ctx: int) -> DraftModel:
         block = load_block(path, device, decoder.dtype)
         return MTPModel(block, decoder, mtp_buffers(target.spec, max_ctx=max_ctx, device=device))
     loaded = DFlashDraft.load(path, target.spec, device=device, dtype=decoder.dtype)
+    if loaded.refiner is not None:
+        target.keep_head_rows()
     return DFlashModel(loaded, decoder, draft_buffers(loaded.spec, max_ctx=max_ctx, device=device))
 
 
@@ -194,7 +195,7 @@ def check_mtp_parity(target: TrainingTarget, folder: Path, data: TokenData, numb
             buffers = mtp_buffers(target.spec, max_ctx=anchor + model.spec.block_size, device=device)
             buffers.ring.starts[0] = 1
             block.append(features[:, :anchor], slots, buffers)
-            hidden, paths = block.newest_hidden(slots, buffers), None
+            hidden, paths = buffers.newest.last(slots), None
             for depth in range(model.spec.block_size - 1):
                 x = block.fuse(rows[:, place, depth : depth + 1], hidden)
                 hidden, paths = block.step(x, paths, slots, buffers)
@@ -212,12 +213,14 @@ def check_parity(target: TrainingTarget, folder: Path, data: TokenData, numbers:
     """
     decoder, device = target.decoder, target.device
     draft = DFlashDraft.load(folder, target.spec, device=device, dtype=torch.float32)
+    if draft.refiner is not None:
+        target.keep_head_rows()
     model = TrainedDraft(draft.spec).to(device)
     weights = load_file(folder / WEIGHTS, device=str(device))
     model.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
     reader = FeatureReader(decoder, draft.spec.taps)
     frozen = Frozen(decoder, draft.spec.mask_id, draft.spec.block_size)
-    head = frozen.head.float()
+    head, readout = frozen.head.float(), model.readout(frozen)
     worst, left = 0.0, _PREFIXES
     for number in numbers:
         batch = make_batch(data, [number], anchors=4, block=draft.spec.block_size, seed=number).to(device)
@@ -228,14 +231,19 @@ def check_parity(target: TrainingTarget, folder: Path, data: TokenData, numbers:
             buffers = draft_buffers(draft.spec, max_ctx=anchor + draft.spec.block_size, device=device)
             slots = torch.zeros(1, dtype=torch.int64, device=device)
             draft.append(features[:, :anchor], slots, buffers)
-            served = draft.block(rows[:, block], slots, buffers)
-            ours, theirs = linear(trained[0, block], head), linear(served[0], head)
+            residual, served = draft.rows(rows[:, block], slots, buffers)
+            normed = readout.norm(trained[0, block])
+            ours, theirs = linear(normed, head), linear(served[0], head)
             worst = max(worst, float((ours - theirs).norm() / theirs.norm()))
-            if model.candidate_selector is not None and draft.selector is not None:
-                ids = theirs.topk(draft.selector.candidates, -1).indices
-                logits = model.candidate_selector(trained[0, block], ids, ids)
-                off = logits - draft.selector(served[0], ids, ids)
-                worst = max(worst, float(off.norm() / theirs.norm()))
+            if readout.logits is not None:
+                ids = theirs.topk(readout.candidates, -1).indices
+                marginals = theirs.gather(-1, ids)
+                logits = readout.logits(trained[0, block], normed, ids, ids, marginals)
+                if draft.refiner is not None:
+                    logits = logits - draft.refiner(residual[0], served[0], ids, ids, decoder)
+                if draft.selector is not None:
+                    logits = logits - marginals[:, None] - draft.selector(served[0], ids, ids)
+                worst = max(worst, float(logits.norm() / theirs.norm()))
             left -= 1
         if left <= 0:
             break

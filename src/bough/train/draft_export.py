@@ -34,10 +34,11 @@ def draft_config(
         **_second(spec),
     }
     return {
-        "architectures": [DRAFT_ARCHITECTURES[0 if spec.second is None else 1]],
+        "architectures": [_architecture(spec)],
         "model_type": "qwen3",
         **method,
         "dflash_config": method,
+        **_refine(spec),
         "num_target_layers": len(target.layers),
         "num_hidden_layers": len(spec.layers),
         "layer_types": [f"{kind}_attention" for kind in spec.layers],
@@ -62,6 +63,20 @@ def draft_config(
         "pad_token_id": tokenizer.pad_id,
         "dtype": str(dtype).removeprefix("torch."),
     }
+
+
+def _architecture(spec: DraftSpec) -> str:
+    dflash, dflash2, _, mlp = DRAFT_ARCHITECTURES
+    if spec.refine is not None:
+        return mlp
+    return dflash if spec.second is None else dflash2
+
+
+def _refine(spec: DraftSpec) -> dict[str, dict[str, Any]]:
+    """Return the settings of an MLP over candidates, as arXiv 2606.03819's authors write them."""
+    if spec.refine is None:
+        return {}
+    return {"treeflash_config": {"ar_approximation": "swiglu", "candidate_tokens": spec.refine.candidates}}
 
 
 def _second(spec: DraftSpec) -> dict[str, int]:

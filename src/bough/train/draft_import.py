@@ -23,6 +23,7 @@ from bough.models.weights import TensorSource
 
 # Fields that may differ between two specs of the same draft.
 _FREE = ("source", "vocab_size")
+_HEADS = ("second", "refine")  # that a draft without them may go on with
 
 
 def read_draft(path: Path, spec: DraftSpec, target: ModelSpec) -> dict[str, Tensor]:
@@ -46,7 +47,7 @@ def _weights(
 ) -> dict[str, Tensor]:
     draft_spec = draft_spec.with_heads(source.tensors)
     has, needed = asdict(draft_spec), asdict(spec.with_heads({}))
-    free = (*_FREE, "second") if draft_spec.second is None else _FREE
+    free = (*_FREE, *(head for head in _HEADS if has[head] is None))
     for name in needed:
         if name not in free and not _same(has[name], needed[name]):
             raise UsageError(

@@ -1,8 +1,8 @@
 """Loss and estimated acceptance of a draft's blocks, a few blocks at a time.
 
-The target's frozen head turns hidden states into logits; the selector of a DFlash2 draft adds to those of the
-likeliest candidates what follows from the token before. The logits of all blocks of a batch would take
-gigabytes, so each group of blocks is backpropagated to its hidden states and its logits are freed.
+The target's frozen head turns normed rows into logits; the selector of a DFlash2 draft or an MLP scores the
+likeliest candidates anew, after the token before. The logits of all blocks of a batch would take
+gigabytes, so each group of blocks is backpropagated to its rows and its logits are freed.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
 from bough.train.cross_entropy import label_costs, to_gradients
-from bough.train.draft_model import TrainedSelector
+from bough.train.draft_model import Readout
 
 LossKind = Literal["dpace", "decay"]
 _ALPHA = 0.5  # D-PACE: the smallest factor by which a token reduces the weight of the tokens after it
@@ -31,7 +31,7 @@ class Tally:
     seen: Tensor  # [K]
     survived: Tensor  # [K] complete blocks whose first k tokens are all right
     blocks: Tensor  # complete blocks
-    recalled: Tensor  # [K] labels among the candidates that a selector compares
+    recalled: Tensor  # [K] labels among the candidates that are scored after the token before
 
     @classmethod
     def zero(cls, positions: int, device: torch.device) -> "Tally":
@@ -114,88 +114,95 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class TokenSelection:
-    """The selector's share of the loss: which of a position's candidates follows the token before."""
+    """The share of the loss of a head that knows the token before: which candidate follows it."""
 
     best: Tensor  # [C, K, n] rows of the head: the candidates
-    logits: Tensor  # [C, K, n] of them, a leaf
+    logits: Tensor  # [C, K, n] of them as marginals, a leaf
     cost: Tensor  # [C, K] cross entropy of the labels among the candidates
     right: Tensor  # [C, K] bool: the label has the best score
     recalled: Tensor  # [C, K] bool: it is among the candidates
 
 
 def selection(
-    selector: TrainedSelector, hidden: Tensor, logits: Tensor, labels: Tensor, anchors: Tensor, head: Head
+    readout: Readout,
+    rows: tuple[Tensor, Tensor],
+    logits: Tensor,
+    labels: Tensor,
+    anchors: Tensor,
+    head: Head,
 ) -> TokenSelection:
     """Score labels [C, K] among the likeliest tokens by logits [C, K, V], each after the true token before.
 
+    rows: before and after the final norm, [C, K, width].
     A label that is missing takes the place of the last candidate. On the path that is accepted every token
     before is the true one, so that `right` is what the engine will find.
     """
-    best = logits.topk(selector.candidates, -1).indices
-    rows = head.rows_of(labels)
-    matches = best == rows[..., None]
+    assert readout.logits is not None
+    best = logits.topk(readout.candidates, -1).indices
+    labelled = head.rows_of(labels)
+    matches = best == labelled[..., None]
     recalled = matches.any(-1)
-    best[..., -1] = torch.where(recalled, best[..., -1], rows)
+    best[..., -1] = torch.where(recalled, best[..., -1], labelled)
     place = torch.where(recalled, matches.int().argmax(-1), best.shape[-1] - 1)
     before = torch.cat([anchors[:, None], labels[:, :-1]], 1)
     scored = logits.gather(-1, best).float().requires_grad_(torch.is_grad_enabled())
-    scores = scored + selector(hidden, before[..., None], head.tokens_of(best))[..., 0, :]
+    scores = readout.logits(*rows, before[..., None], head.tokens_of(best), scored)[..., 0, :]
     cost = cross_entropy(scores.flatten(0, 1), place.flatten(), reduction="none").view_as(place)
     return TokenSelection(best, scored, cost, (scores.argmax(-1) == place) & recalled, recalled)
 
 
 def block_loss(
-    hidden: Tensor,
+    rows: Tensor,
     labels: Tensor,
     valid: Tensor,
     head: Head,
     *,
     kind: LossKind,
     scale: float = 1.0,
-    selector: TrainedSelector | None = None,
+    readout: Readout,
     anchors: Tensor | None = None,
 ) -> Tally:
-    """Return the blocks' statistics; backpropagate through `hidden` [B, M, T, width] if it needs a gradient.
+    """Return the blocks' statistics; backpropagate, through `rows` [B, M, T, width] if they need a gradient.
 
     labels and valid [B, M, T - 1] belong to the rows after the anchor, anchors [B, M] are its tokens, which
-    only a selector needs. The loss is the mean weighted cross entropy of the valid labels,
-    and of the selector's choice, times `scale`.
+    only a choice of candidates needs. The loss is the mean weighted cross entropy of the valid labels,
+    and of that choice, times `scale`.
     """
-    train = hidden.requires_grad
-    rows = hidden.detach()[:, :, 1:].flatten(0, 1)  # [C, K, width]
+    train, whole = torch.is_grad_enabled(), rows
+    rows = whole.detach()[:, :, 1:].flatten(0, 1)  # [C, K, width]
     labels, valid = labels.flatten(0, 1), valid.flatten(0, 1)
-    tally = Tally.zero(labels.shape[1], hidden.device)
+    tally = Tally.zero(labels.shape[1], rows.device)
     factor = scale / valid.sum().clamp(min=1)
     size = max(1, _LOGITS // (labels.shape[1] * len(head.weights)))
     gradients = []
     roots = labels[:, 0] if anchors is None else anchors.flatten()
     parts = (part.split(size) for part in (rows, labels, valid, roots))
     for group, labels_of, counted, root in zip(*parts, strict=True):
+        group = group.detach().requires_grad_(whole.requires_grad)
+        normed = readout.norm(group)
         with torch.no_grad():
-            logits = linear(group.to(head.weights.dtype), head.weights)
+            logits = linear(normed.to(head.weights.dtype), head.weights)
             targets = head.rows_of(labels_of).flatten()
             costs = label_costs(logits.flatten(0, 1), targets)
         cost, right = costs.cost.view_as(labels_of), costs.right.view_as(labels_of)
         weights = block_weights(cost, counted, kind)
-        recalled, selected = torch.zeros_like(counted), None
-        if selector is not None:
+        recalled, choice = torch.zeros_like(counted), None
+        if readout.logits is not None:
             assert anchors is not None
-            group = group.detach().requires_grad_(train)
-            selected = selection(selector, group, logits, labels_of, root, head)
-            right, recalled = selected.right, selected.recalled
+            choice = selection(readout, (group, normed), logits, labels_of, root, head)
+            right, recalled = choice.right, choice.recalled
             if train:
-                (selected.cost * weights).sum().mul(factor).backward()
+                (choice.cost * weights).sum().mul(factor).backward(retain_graph=normed.requires_grad)
         tally.add(cost, right, counted, recalled)
-        if train:
+        if whole.requires_grad:
             to_gradients(logits.flatten(0, 1), targets, costs.total, weights.flatten())
-            if selected is not None:
-                assert selected.logits.grad is not None
-                choice = selected.logits.grad / factor
-                logits.scatter_add_(-1, selected.best, choice.to(logits.dtype))
-            gradient = (logits @ head.weights).float() * factor
-            gradients.append(gradient if group.grad is None else gradient + group.grad)
-    if train:
-        gradient = torch.zeros_like(hidden)
+            if choice is not None and choice.logits.grad is not None:
+                share = choice.logits.grad / factor
+                logits.scatter_add_(-1, choice.best, share.to(logits.dtype))
+            normed.backward((logits @ head.weights).float() * factor)
+            gradients.append(group.grad)
+    if whole.requires_grad:
+        gradient = torch.zeros_like(whole)
         gradient[:, :, 1:] = torch.cat(gradients).view_as(gradient[:, :, 1:])
-        hidden.backward(gradient)
+        whole.backward(gradient)
     return tally

@@ -1,7 +1,7 @@
-"""The DFlash or DFlash2 draft as a trainable module: the blocks of many anchors in one forward pass.
+"""A DFlash draft with any head that is trained, as a module: the blocks of many anchors in one forward pass.
 
-Parameters have z-lab's names, so that a state dict is a checkpoint. The forward pass returns what
-`models.dflash.DFlashDraft` returns for each anchor alone; blocks do not attend to each other.
+Parameters have z-lab's names, so that a state dict is a checkpoint. The forward pass and the final norm
+return what `models.dflash.DFlashDraft` does for each anchor alone; blocks do not attend to each other.
 """
 
 from collections.abc import Callable
@@ -20,14 +20,16 @@ from bough.models.draft_spec import (
     MIN_BLOCK,
     DraftSpec,
     LayerKind,
+    RefineSpec,
     SecondSpec,
     default_taps,
 )
+from bough.models.refine import MLP_EPS
 from bough.models.spec import ModelSpec
 from bough.train.draft_data import TextBatch
 from bough.train.draft_target import Frozen
 
-DraftKind = Literal["dflash", "dflash2", "mtp"]
+DraftKind = Literal["dflash", "dflash2", "mlp", "mtp"]
 _TAPS = 5
 _KERNEL, _CONV_GROUP, _CANDIDATES = 2, 16, 16  # of DFlash2, as published
 _HEAD_DIM = 128
@@ -46,18 +48,19 @@ def new_spec(
     block_size: int = 16,
     window: int = 0,
     rank: int = 0,
+    inner: int = 0,
     source: str = "the new draft",
 ) -> DraftSpec:
     """Return a spec for `target` in z-lab's proportions; `window`: all layers but the last use a window.
 
-    `rank`: of a DFlash2 draft's selector; 0: a DFlash draft.
+    `rank`: of a DFlash2 draft's selector; `inner`: of an MLP over candidates; both 0: a DFlash draft.
     """
     for name, value, least, most in (
         ("layers", layers, 1, 64),
         ("kv_heads", kv_heads or 1, 1, 64),
         ("block", block_size, MIN_BLOCK, MAX_BLOCK),
         ("window", window, 0, 1 << 20),
-        ("rank", rank, 0, 1 << 12),
+        ("rank", rank or inner, 0, 1 << 12),
         ("feed_forward", feed_forward or 1, 1, 1 << 20),
     ):
         if not least <= value <= most:
@@ -88,8 +91,23 @@ def new_spec(
         mask_id=mask_id,
         vocab_size=target.vocab_size,
         second=SecondSpec(_KERNEL, _CONV_GROUP, rank, _CANDIDATES) if rank else None,
+        refine=RefineSpec(inner) if inner else None,
         from_anchor=False,
     )
+
+
+# Logits [..., n, k] of ids [..., k] after the tokens before [..., n], of rows before and after the final norm
+# [..., width] and the marginal logits [..., k] of the ids.
+CandidateLogits = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Readout:
+    """What a model makes of its blocks' rows."""
+
+    norm: Callable[[Tensor], Tensor]  # rows of the target's head follow
+    candidates: int = 0  # of a position that are scored after the token before them
+    logits: CandidateLogits | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +236,23 @@ class TrainedSelector(nn.Module):
         return gated @ self.successor_codebook[ids].mT
 
 
+class TrainedMLP(nn.Module):
+    """A gated unit that refines a row by the embedding of the token before it; at first it adds nothing."""
+
+    def __init__(self, spec: RefineSpec, width: int):
+        super().__init__()
+        self.candidates = spec.candidates
+        self.norm = nn.RMSNorm(width, MLP_EPS)
+        self.ug = nn.Linear(2 * width, 2 * spec.inner)
+        self.d = nn.Linear(spec.inner, width, bias=False)
+
+    def forward(self, rows: Tensor, normed: Tensor, embedded: Tensor) -> Tensor:
+        """Return rows [..., n, width] of rows [..., width] after the tokens embedded [..., n, width]."""
+        both = torch.cat([self.norm(embedded), normed[..., None, :].expand_as(embedded)], -1)
+        up, gate = self.ug(both).chunk(2, -1)
+        return rows[..., None, :] + self.d(silu(gate) * up)
+
+
 class TrainedLayer(nn.Module):
     def __init__(self, spec: DraftSpec, kind: LayerKind, causal: bool):
         super().__init__()
@@ -255,6 +290,9 @@ class TrainedDraft(nn.Module):
         if spec.second is not None:
             assert spec.vocab_size is not None
             self.candidate_selector = TrainedSelector(spec.second, spec.width, spec.vocab_size)
+        self.ar_approximation: TrainedMLP | None = None
+        if spec.refine is not None:
+            self.ar_approximation = TrainedMLP(spec.refine, spec.width)
         pairs = torch.arange(spec.head_dim // 2, dtype=torch.float32)
         self._frequencies: Tensor
         frequencies = spec.rope_theta ** (-2 * pairs / spec.head_dim)
@@ -268,7 +306,7 @@ class TrainedDraft(nn.Module):
         for name, parameter in self.named_parameters():
             if name.endswith("predecessor_codebook"):
                 nn.init.normal_(parameter, generator=generator)
-            elif name.endswith(("kernel_projection.weight", "successor_codebook")):
+            elif name.endswith(("kernel_projection.weight", "successor_codebook", "ug.bias", "d.weight")):
                 nn.init.zeros_(parameter)
             elif parameter.ndim == 2:
                 output = name.endswith(("o_proj.weight", "down_proj.weight"))
@@ -280,12 +318,37 @@ class TrainedDraft(nn.Module):
         selector = self.candidate_selector
         return [] if selector is None else [selector.predecessor_codebook, selector.successor_codebook]
 
+    def readout(self, frozen: Frozen) -> Readout:
+        """Return how its rows are read: by the final norm, and the head that knows the token before."""
+        selector, mlp = self.candidate_selector, self.ar_approximation
+
+        def selected(rows: Tensor, normed: Tensor, before: Tensor, ids: Tensor, marginals: Tensor) -> Tensor:
+            assert selector is not None
+            return marginals[..., None, :] + selector(normed, before, ids)
+
+        def refined(rows: Tensor, normed: Tensor, before: Tensor, ids: Tensor, marginals: Tensor) -> Tensor:
+            assert mlp is not None
+            with torch.autocast(rows.device.type, torch.bfloat16, enabled=rows.is_cuda):
+                after = mlp(rows, normed, frozen.embed(before))
+            return self.norm(after.float()) @ frozen.head[ids].float().mT
+
+        if selector is not None:
+            return Readout(self.norm, selector.candidates, selected)
+        return Readout(self.norm) if mlp is None else Readout(self.norm, mlp.candidates, refined)
+
+    def freeze_backbone(self) -> None:
+        """Leave nothing to train but the head that knows the token before; there has to be one."""
+        head = self.candidate_selector or self.ar_approximation
+        assert head is not None
+        self.requires_grad_(False)
+        head.requires_grad_(True)
+
     def inputs(self, frozen: Frozen, batch: TextBatch) -> Tensor:
         """Return the blocks' input rows [B, M, T, width]: the anchors, then masks."""
         return frozen.embeddings(batch.tokens.gather(1, batch.anchors))
 
     def forward(self, features: Tensor, embeddings: Tensor, anchors: Tensor) -> Tensor:
-        """Return the hidden states of all blocks, for the target's head: [B, M, T, width].
+        """Return the rows of all blocks before the final norm: [B, M, T, width].
 
         features [B, n, taps * width] of positions 0 to n - 1; embeddings [B, M, T, width] of anchors and
         masks; anchors [B, M], the blocks' first positions. A block attends to the features before its anchor
@@ -299,7 +362,7 @@ class TrainedDraft(nn.Module):
                 x = checkpoint(layer, x, context, at, use_reentrant=False)
             else:
                 x = layer(x, context, at)
-        return self.norm(x)
+        return x
 
     def _geometry(self, anchors: Tensor, length: int, size: int) -> Geometry:
         rows = torch.arange(size, device=anchors.device)

@@ -15,7 +15,8 @@ _RATES = {"muon": 2e-3, "adamw": 6e-4}
 @dataclass(frozen=True, slots=True)
 class TrainConfig:
     kind: DraftKind = "dflash"
-    rank: int = 64  # of a DFlash2 draft's selector
+    rank: int | None = None  # of a DFlash2 draft's selector, or the inner width of an MLP over candidates
+    head_only: bool = False  # what the kind adds to the draft it begins with; that stays as it is
     layers: int = 3
     kv_heads: int | None = None  # None: by the target's width; four times as many query heads
     feed_forward: int | None = None  # None: three times the target's width

@@ -17,7 +17,7 @@ from bough.memory.planner import plan_memory
 from bough.models.decoder import Decoder
 from bough.models.spec import ModelSpec
 from bough.models.step import Step
-from bough.models.weights import Progress
+from bough.models.weights import Progress, WeightLoader
 from bough.state.sequences import SequenceStates
 from bough.text.template import ChatTemplate
 from bough.text.tokenizer import KEY, Tokenizer, TokenType
@@ -43,6 +43,11 @@ class TrainingTarget:
     @property
     def device(self) -> torch.device:
         return self.decoder.device
+
+    def keep_head_rows(self) -> None:
+        """Hold the head's rows by token, as drafts need that refine rows by the token before them."""
+        with GGUFFile.open(self.path) as file:
+            self.decoder.keep_head_rows(WeightLoader(file, device=self.device, host_embedding=True))
 
 
 def load_target(path: Path, *, device: str = "auto", progress: Progress | None = None) -> TrainingTarget:

@@ -53,6 +53,7 @@ _EPOCHS = 6  # if neither steps nor minutes are given
 _WARM_UP = 0.04  # share of the run
 _RESTART_STEPS = 40  # over which the rate rises where the optimiser begins anew in the middle of a run
 _CLIP = 1.0  # gradient norm
+_RANK, _INNER = 64, 512  # of a DFlash2 draft's selector, of an MLP over candidates
 _EVALUATIONS = 10  # per run
 _MEMORY = 0.5  # share of the free memory that activations may take
 _STORED = 0.4  # share of the free memory for the features of texts that were read
@@ -101,11 +102,13 @@ class Trainer:
         self.spec = self.model.spec
         self._continue_from = continue_from
         if continue_from is not None:
-            # A DFlash draft may go on as a DFlash2 draft, whose other parts begin without effect.
+            # A DFlash draft may go on with a head that knows the token before, which begins without effect.
             assert isinstance(self.spec, DraftSpec)
             self.model.load_state_dict(read_draft(continue_from, self.spec, target.spec), strict=False)
+            if config.head_only and isinstance(self.model, TrainedDraft):
+                self.model.freeze_backbone()
         self._optimisers = optimisers(
-            self.model.parameters(),
+            [each for each in self.model.parameters() if each.requires_grad],
             kind=config.optimiser,
             lr=config.rate,
             weight_decay=config.weight_decay,
@@ -227,16 +230,16 @@ class Trainer:
         for micro in batch.split(self._micro):
             share_of_labels = int(micro.valid.sum()) / labels
             micro = micro.to(self._target.device)
-            hidden = block_rows(self.model, self._features, self._frozen, micro)
+            rows = block_rows(self.model, self._features, self._frozen, micro)
             tally.merge(
                 block_loss(
-                    hidden,
+                    rows,
                     micro.labels,
                     micro.valid,
                     self._head,
                     kind=config.loss,
                     scale=share_of_labels,
-                    selector=self.model.candidate_selector,
+                    readout=self.model.readout(self._frozen),
                     anchors=micro.tokens.gather(1, micro.anchors),
                 )
             )
@@ -467,6 +470,11 @@ def check_settings(
             raise UsageError("`continue_from` is set, but `kind` is mtp, which always begins anew")
         return
     spec = draft_spec(target, config, folder)
+    if config.head_only and (continue_from is None or config.kind == "dflash"):
+        raise UsageError(
+            f"`head_only` is set with `kind` {config.kind} and `continue_from` {continue_from}",
+            "it trains what dflash2 or mlp adds to the draft of `continue_from`",
+        )
     if continue_from is not None:
         read_draft(continue_from, spec, target.spec)
 
@@ -480,7 +488,8 @@ def draft_spec(target: TrainingTarget, config: TrainConfig, folder: Path) -> Dra
         feed_forward=config.feed_forward,
         block_size=config.block,
         window=config.window,
-        rank=config.rank if config.kind == "dflash2" else 0,
+        rank=(config.rank or _RANK) if config.kind == "dflash2" else 0,
+        inner=(config.rank or _INNER) if config.kind == "mlp" else 0,
         source=str(folder),
     )
 

@@ -17,7 +17,7 @@ from bough.models.decoder import EMBEDDING_TAP
 from bough.models.spec import ModelSpec
 from bough.spec.mtp import STEPS
 from bough.train.draft_data import TextBatch
-from bough.train.draft_model import rope
+from bough.train.draft_model import Readout, rope
 from bough.train.draft_target import Frozen
 
 _DEVIATION = 0.02  # standard deviation of initial weights
@@ -81,7 +81,6 @@ def block_shapes(target: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 class TrainedMTP(nn.Module):
-    candidate_selector = None
     recompute = False
 
     def __init__(self, target: ModelSpec, final_norm: Tensor, source: str, *, seed: int = 0):
@@ -114,6 +113,10 @@ class TrainedMTP(nn.Module):
         """Return the weights under their names in the target's file."""
         block = f"blk.{len(self._target.layers)}"
         return {f"{block}.{name}.weight": self._weight(name).detach() for name in self._names}
+
+    def readout(self, frozen: Frozen) -> Readout:
+        """Return how its rows are read: they are normed, for a row is the next one's input."""
+        return Readout(nn.Identity())
 
     def inputs(self, frozen: Frozen, batch: TextBatch) -> Tensor:
         """Return the embeddings [B, M, T, width] of the anchors and the tokens after them."""
