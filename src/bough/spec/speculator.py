@@ -284,10 +284,15 @@ class Speculator:
         text = self._texts[slot]
         if text.plan is not _RESTED:
             return False
+        left = text.resting
         if text.lookup.append(outcome.tokens):
             text.resting = 0
-        if not text.resting:
-            self._observed = slot, self._clock()
+        if text.resting > 1:
+            return True
+        (_, start), self._observed = self._observed, (slot, self._clock())
+        if not left:  # the step before was the last but one, or planned
+            gap_s = self._observed[1] - start - outcome.verify_cost
+            text.policy.costs.observe_gap("plain", max(gap_s, 0.0))
         return True
 
     def notes(self, slot: int) -> Notes:
@@ -383,9 +388,11 @@ class Speculator:
             costs.observe_draft(draft_s - backlog_s, plan.mix, wall_s)
             costs.observe_backlog(backlog_s, positions)
         self._observed = slot, self._clock()
-        if before == slot:
+        kind = "draft" if plan.draft else "lookup" if outcome.rows > 1 else "plain"
+        # On a host the gap before a plain step is that of one that was not planned: planning is half of it.
+        rested = self._on_host and kind == "plain" and "plain" in costs.gap
+        if before == slot and not rested:
             gap_s = self._observed[1] - start - draft_s - outcome.verify_cost
-            kind = "draft" if plan.draft else "lookup" if outcome.rows > 1 else "plain"
             costs.observe_gap(kind, max(gap_s, 0.0))
 
     # -- Steps of several texts: their trees share the rows, on the device if none has to be read before
