@@ -265,7 +265,7 @@ class WeightLoader:
         if self._expand:
             data = torch.empty(sum(sizes), columns, dtype=self.dtype, device=self._device)
             for part, name, type in zip(data.split(list(sizes)), names, types, strict=True):
-                _expand_into(part, self._weight(name), type)
+                self._expand_into(part, self._weight(name), type)
             matrices = (Matrix(data, None),)
         elif self._tiles:
             matrices = tuple(self._tile_runs(names, types))
@@ -296,13 +296,13 @@ class WeightLoader:
         shape = self._file.tensors[name].shape
         data = torch.empty(shape, dtype=self.dtype, device=self._device)
         for part, source in zip(data, packed, strict=True):
-            _expand_into(part, source, type)
+            self._expand_into(part, source, type)
         return tuple(Matrix(part, None) for part in data)
 
     def _tile_stack(self, names: Sequence[str], type: QuantType, rows: int) -> ExpertStack:
         parts = [self._weight(name) for name in names]
         whole = len(parts) * rows
-        stacked = _stacked(parts, padded(whole) - whole)
+        stacked = self._stacked(parts, padded(whole) - whole)
         if int(names[0].split(".")[1]) < self._host_experts:
             return ExpertStack.of(self._host_tiles(stacked, type), len(parts[0]), whole)
         matrix = self._tile(stacked, type, layouts=False)
@@ -314,6 +314,10 @@ class WeightLoader:
         weight = pack(packed, type)
         data = weight.data.cpu()
         return replace(weight, data=data.pin_memory() if self._device.type == "cuda" else data)
+
+    def _stacked(self, parts: list[Tensor], missing: int) -> Tensor:
+        """Return stacks [E, N, row bytes] as rows, each expert's together, filled up by `missing` ones."""
+        return pad(torch.cat(parts, 1), (0, 0, 0, missing)).flatten(0, 1)
 
     def embedding(self, name: str, rows: int, columns: int) -> Embedding:
         info = self._file.require_tensor(name, (rows, columns))
@@ -340,7 +344,14 @@ class WeightLoader:
             companion = f"{name.removesuffix('weight')}{kind}"
             if self.has(companion):
                 scales[kind] = self.vector(companion, *(lead or (1,)))
-        return _floats(packed, scales.get("scale"), self._loaded_type(info))
+        return self._floats(packed, scales.get("scale"), self._loaded_type(info))
+
+    def _floats(self, packed: Tensor, scale: Tensor | None, type: QuantType) -> Tensor:
+        """Return NVFP4 rows as the bytes of floats, times `scale`: one number, or one for each expert."""
+        values = dequantise(packed, QuantType.NVFP4)
+        if scale is not None:
+            values *= scale.to(values.device).view(-1, *[1] * (values.ndim - 1))
+        return values.to(torch.float32 if type is QuantType.F32 else torch.float16).view(torch.uint8)
 
     def _packed(self, name: str, *, pinned: bool = False) -> Tensor:
         info = self._file.tensors[name]
@@ -367,7 +378,7 @@ class WeightLoader:
         """Yield neighbours of one type as one matrix: fewer and larger launches."""
         for type, run in groupby(zip(names, types, strict=True), key=lambda pair: pair[1]):
             joined = [name for name, _ in run]
-            matrix = self._tile(_joined([self._weight(name) for name in joined]), type)
+            matrix = self._tile(self._joined([self._weight(name) for name in joined]), type)
             assert isinstance(matrix.data, PackedWeight)
             yield Matrix(with_int8(matrix.data, self._int8_rows(joined)), None)
 
@@ -388,36 +399,21 @@ class WeightLoader:
             self.widened[type] = self.widened.get(type, 0) + weight.nbytes - packed.numel()
         return Matrix(weight, None)
 
+    def _expand_into(self, out: Tensor, packed: Tensor, type: QuantType) -> None:
+        rows = max(1, (1 << 22) // out.shape[-1])
+        for target, source in zip(out.split(rows), packed.split(rows), strict=True):
+            target.copy_(dequantise(source, type))
+
     def _biases(self, names: Sequence[str], sizes: Sequence[int]) -> Tensor | None:
         bias_names = [name.removesuffix("weight") + "bias" for name in names]
         if not any(self.has(name) for name in bias_names):
             return None
-        return _joined(
+        return self._joined(
             [
                 self.vector(name, rows) if self.has(name) else torch.zeros(rows, device=self._device)
                 for name, rows in zip(bias_names, sizes, strict=True)
             ]
         )
 
-
-def _floats(packed: Tensor, scale: Tensor | None, type: QuantType) -> Tensor:
-    """Return NVFP4 rows as the bytes of floats, times `scale`: one number, or one for each expert."""
-    values = dequantise(packed, QuantType.NVFP4)
-    if scale is not None:
-        values *= scale.to(values.device).view(-1, *[1] * (values.ndim - 1))
-    return values.to(torch.float32 if type is QuantType.F32 else torch.float16).view(torch.uint8)
-
-
-def _stacked(parts: list[Tensor], missing: int) -> Tensor:
-    """Return stacks [E, N, row bytes] as rows, each expert's together, filled up by `missing` ones."""
-    return pad(torch.cat(parts, 1), (0, 0, 0, missing)).flatten(0, 1)
-
-
-def _expand_into(out: Tensor, packed: Tensor, type: QuantType) -> None:
-    rows = max(1, (1 << 22) // out.shape[-1])
-    for target, source in zip(out.split(rows), packed.split(rows), strict=True):
-        target.copy_(dequantise(source, type))
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    return torch.cat(parts) if len(parts) > 1 else parts[0]
+    def _joined(self, parts: list[Tensor]) -> Tensor:
+        return torch.cat(parts) if len(parts) > 1 else parts[0]

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Protocol
@@ -206,48 +206,6 @@ class Worker(Protocol):
         ...
 
 
-class JobQueues:
-    """Jobs with requests that have not begun; those for prefill alone have a queue of their own."""
-
-    def __init__(self, most: int):
-        self.most = most
-        self.waiting: deque[Job] = deque()
-        self.prefills: deque[Job] = deque()
-
-    def __len__(self) -> int:
-        return len(self.waiting) + len(self.prefills)
-
-    def __iter__(self) -> Iterator[Job]:
-        return iter([*self.waiting, *self.prefills])
-
-    def of(self, job: Job) -> deque[Job]:
-        return self.prefills if job.prefill_only else self.waiting
-
-    def check_room(self, *, prefill_only: bool) -> None:
-        """Raise QueueFull unless a job could be queued."""
-        if prefill_only and len(self.prefills) >= MAX_PREFILLS:
-            raise QueueFull(
-                f"{len(self.prefills)} requests for prefill alone are waiting, at most {MAX_PREFILLS} can",
-                "try again later, or send the whole request",
-            )
-        if len(self.waiting) >= self.most:
-            raise QueueFull(
-                f"{len(self.waiting)} requests are waiting, the queue holds {self.most}",
-                "try again later, or raise `max_queue`",
-            )
-
-    def next(self, running: Iterable[Job], parallel: int) -> Job | None:
-        """Return the job whose next request can begin: one for prefill alone at a time, beside the others."""
-        prefills = [job.prefill_only for job in running]
-        if self.waiting and prefills.count(False) < parallel:
-            return self.waiting[0]
-        return self.prefills[0] if self.prefills and not any(prefills) else None
-
-    def clear(self) -> None:
-        self.waiting.clear()
-        self.prefills.clear()
-
-
 class EngineWorker:
     def __init__(
         self,
@@ -263,16 +221,18 @@ class EngineWorker:
         """
         self._load = load
         self._turn = contextlib.nullcontext() if turn is None else turn
+        self._max_queue = max_queue
         self._notify = ended
         self._session: Session | None = None
-        self._queues = JobQueues(max_queue)
+        self._waiting: deque[Job] = deque()  # with requests that have not begun
+        self._prefills: deque[Job] = deque()  # for prefill alone
         self._running: dict[Any, _Running] = {}  # by generation
         self._submitted: list[Job] = []  # that had not ended when the last one was submitted
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
         self._state = State.loading
         self._refuses = False
-        self.loaded: tuple[int, int] = (0, 0)  # tensors loaded, total
+        self.loaded: tuple[int, int] = (0, 0)  # bytes read, total
         self.failure: Exception | None = None
         self._failure_reason = "the model could not be loaded"
         self.ready = threading.Event()  # set when loading succeeded or failed
@@ -295,12 +255,12 @@ class EngineWorker:
         if self.state is State.stopping:
             raise Unavailable("the server is stopping", retry_after_s=10)
         done, total = self.loaded
-        raise Unavailable(f"the model is being loaded: {done} of {total} tensors", retry_after_s=2)
+        raise Unavailable(f"the model is being loaded: {done / max(1, total):.0%} read", retry_after_s=2)
 
     @property
     def waiting(self) -> int:
         """Jobs in the queue, and requests that wait for memory."""
-        return len(self._queues) + max(0, len(self._running) - self.running)
+        return len(self._waiting) + len(self._prefills) + max(0, len(self._running) - self.running)
 
     @property
     def running(self) -> int:
@@ -318,30 +278,42 @@ class EngineWorker:
         _ = self.session
         if self._refuses:
             raise stopping()
-        self._queues.check_room(prefill_only=prefill_only)
+        if prefill_only and len(self._prefills) >= MAX_PREFILLS:
+            raise QueueFull(
+                f"{len(self._prefills)} requests for prefill alone are waiting, at most {MAX_PREFILLS} can",
+                "try again later, or send the whole request",
+            )
+        if len(self._waiting) >= self._max_queue:
+            raise QueueFull(
+                f"{len(self._waiting)} requests are waiting, the queue holds {self._max_queue}",
+                "try again later, or raise `max_queue`",
+            )
 
     def submit(self, *requests: TextRequest, label: str = "") -> Job:
         """Queue the requests as one job; call this in the loop that reads its events."""
         with self._changed:
             job = Job(requests, label, self._drop)
             self.check_room(prefill_only=job.prefill_only)
-            job.ahead = max(0, len(self._queues.waiting) + len(self._running) + 1 - self.session.parallel)
-            self._queues.of(job).append(job)
+            job.ahead = max(0, len(self._waiting) + len(self._running) + 1 - self.session.parallel)
+            self._queue_of(job).append(job)
             self._changed.notify()
         self._submitted = [job, *(each for each in self._submitted if not each.ended)]
         return job
 
     def _drop(self, job: Job) -> None:
         with self._changed:
-            if job not in self._queues.of(job):
+            if job not in self._queue_of(job):
                 return
-            self._queues.of(job).remove(job)
+            self._queue_of(job).remove(job)
             if job.live:
                 return
         job.end(stopping())
 
+    def _queue_of(self, job: Job) -> deque[Job]:
+        return self._prefills if job.prefill_only else self._waiting
+
     def _jobs(self) -> list[Job]:
-        return [*self._queues, *(each.job for each in list(self._running.values()))]
+        return [*self._waiting, *self._prefills, *(each.job for each in list(self._running.values()))]
 
     def cancel_all(self) -> None:
         for job in self._jobs():
@@ -350,7 +322,7 @@ class EngineWorker:
     def refuse(self) -> None:
         """Take no more requests and refuse those that wait; those that run go on."""
         self._refuses = True
-        for job in self._queues:
+        for job in [*self._waiting, *self._prefills]:
             if not job.begun:
                 job.cancel()
 
@@ -375,7 +347,7 @@ class EngineWorker:
             "waiting": self.waiting,
             "running": self.running,
             "parallel": self._session.parallel if self._session is not None else 0,
-            "max_queue": self._queues.most,
+            "max_queue": self._max_queue,
         }
 
     def _work(self) -> None:
@@ -407,15 +379,15 @@ class EngineWorker:
     def _has_work(self) -> bool:
         """Wait until there is something to do; False: the thread ends."""
         assert self._session is not None
-        if self.state is State.ready and (self._queues or not self._session.idle):
+        if self.state is State.ready and (self._queued or not self._session.idle):
             return True
         with self._changed:  # a client's next request often follows at once
-            self._changed.wait_for(lambda: self._queues or self.state is not State.ready, _PAUSE_S)
-        while self.state is State.ready and self._session.idle and not self._queues and self._use_idle_time():
+            self._changed.wait_for(lambda: self._queued or self.state is not State.ready, _PAUSE_S)
+        while self.state is State.ready and self._session.idle and not self._queued and self._use_idle_time():
             pass
         with self._changed:
             if self._session.idle:
-                self._changed.wait_for(lambda: self._queues or self.state is not State.ready)
+                self._changed.wait_for(lambda: self._queued or self.state is not State.ready)
         return self.state is State.ready or (self.state is State.stopping and not self._session.idle)
 
     def _use_idle_time(self) -> bool:
@@ -434,13 +406,12 @@ class EngineWorker:
         assert self._session is not None
         while True:
             with self._changed:
-                jobs = (running.job for running in self._running.values())
-                job = self._queues.next(jobs, self._session.parallel)
+                job = self._next_job()
                 if job is None or self.state is not State.ready:
                     return
                 index, job.begun, job.live = job.begun, job.begun + 1, job.live + 1
                 if job.begun == len(job.requests):
-                    self._queues.of(job).popleft()
+                    self._queue_of(job).popleft()
             running = _Running(job, index, time.perf_counter())
             try:
                 generation = self._session.begin(job.requests[index], beside=job.first)
@@ -449,6 +420,18 @@ class EngineWorker:
                 continue
             job.first = job.first or generation
             self._running[generation] = running
+
+    def _next_job(self) -> Job | None:
+        """Return the job whose next request can begin: one for prefill alone at a time, beside the others."""
+        assert self._session is not None
+        prefills = sum(each.job.prefill_only for each in self._running.values())
+        if self._waiting and len(self._running) - prefills < self._session.parallel:
+            return self._waiting[0]
+        return self._prefills[0] if self._prefills and not prefills else None
+
+    @property
+    def _queued(self) -> bool:
+        return bool(self._waiting or self._prefills)
 
     def _step(self) -> None:
         assert self._session is not None
@@ -490,7 +473,7 @@ class EngineWorker:
             job.cancel()
             if _device_lost(error):
                 self._give_up(error)
-        elif not job.live and (job.begun == len(job.requests) or job not in self._queues.waiting):
+        elif not job.live and (job.begun == len(job.requests) or job not in self._waiting):
             job.end(None if job.begun == len(job.requests) else stopping())
 
     def _give_up(self, error: Exception) -> None:
@@ -499,7 +482,8 @@ class EngineWorker:
             self.failure, self._state = error, State.failed
             self._failure_reason = "the GPU failed; start the server again"
             jobs = self._jobs()
-            self._queues.clear()
+            self._waiting.clear()
+            self._prefills.clear()
             self._running.clear()
         for job in jobs:
             job.end(Unavailable(f"{self._failure_reason}: {error}", retry_after_s=60))
