@@ -12,6 +12,7 @@ from bough.session.loading import load_session
 from bough.session.session import Session
 from tests.tiny_draft import SECOND, draft_config, save_draft
 from tests.tiny_weaver import save_weaver, weaver_config
+from workshop.tiny import make_tiny
 
 METHODS: dict[str, dict[str, Any]] = {
     "dflash": {"block_size": 16},
@@ -23,9 +24,13 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
+# Whole models: of another family, smaller, and the target's own file, most of whose tokens are accepted.
+SMALL, ITSELF = "small model", "target as its own draft"
+
+
 @dataclass(frozen=True)
 class Proposers:
-    draft: str | None = None  # one of METHODS
+    draft: str | None = None  # one of METHODS, or a whole model
     mtp: Literal["auto", "on", "off"] = "off"
     lookup: bool = True
     head: str | None = None  # a generation of Weaver's over the draft
@@ -36,10 +41,15 @@ PROPOSERS = {
     "lookup": Proposers(),
     "mtp": Proposers(mtp="auto", lookup=False),
     **{kind: Proposers(kind, lookup=False) for kind in METHODS},
+    SMALL: Proposers(SMALL, lookup=False),
+    ITSELF: Proposers(ITSELF, lookup=False),
+    f"{ITSELF} and lookup": Proposers(ITSELF),
     **{f"{kind}, mtp, lookup": Proposers(kind, "on") for kind in METHODS if "of" not in kind},
     "first weaver": Proposers("dflash", lookup=False, head="first"),
     "weaver, lookup": Proposers("dflash", head="second"),
 }
+# On a GPU whole models are refused.
+GPU_PROPOSERS = [name for name, each in PROPOSERS.items() if each.draft not in (SMALL, ITSELF)]
 
 
 class EveryDraft:
@@ -49,11 +59,15 @@ class EveryDraft:
         self._target, self._folder, self._device = target, folder, device
         with GGUFFile.open(target) as file:
             spec = ModelSpec.from_gguf(file)
+            images = "<|vision_start|>" in file.metadata["tokenizer.ggml.tokens"]
         for seed, (kind, method) in enumerate(METHODS.items()):
             config = draft_config(spec, nested=True, method=method)
             if "markov_rank" in method:
                 config["architectures"] = ["Qwen3DSparkModel"]
             save_draft(folder / kind, config, seed=seed)
+        # It has no recurrent states.
+        small = make_tiny(folder / "small.gguf", family="qwen3", layers=2, width=32, seed=9, images=images)
+        self._models = {SMALL: small, ITSELF: target}
         for generation in ("first", "second"):
             config = weaver_config(spec.width, depth=METHODS["dflash"]["block_size"] - 1)
             save_weaver(folder / f"weaver-{generation}", config, learned=generation == "first")
@@ -79,8 +93,9 @@ class EveryDraft:
     ) -> EngineConfig:
         chosen = PROPOSERS[proposers]
         own: dict[str, Any] = {"adaptive": False, "mtp": chosen.mtp, "lookup": chosen.lookup}
+        path = self._models.get(chosen.draft or "", self._folder / (chosen.draft or ""))
         head = self._folder / f"weaver-{chosen.head}" / "weaver.pth" if chosen.head else None
-        draft = DraftConfig(self._folder / chosen.draft, head=head) if chosen.draft else None
+        draft = DraftConfig(path, head=head) if chosen.draft else None
         return self._config(SpecConfig(**{**own, **settings}), draft, **(engine or {}))
 
     def _config(

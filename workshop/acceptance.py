@@ -80,5 +80,5 @@ def main(
         for line in [each for each in results.values() if each["budget"] != PLAIN][:show]:
             print("-" * 80, line.get("text"), sep="\n", flush=True)
         for row in rows(list(results.values())):
-            known = {name: head[name] for name in ("date", "commit", "device", "torch")}
+            known = {name: head[name] for name in ("device", "torch")}
             report.line(**known, **({"label": label} if label else {}), **row)

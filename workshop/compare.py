@@ -68,7 +68,7 @@ def compare(report: Report, options: Options) -> bool:
             )
             runs[version].append(json.loads(done.stdout.splitlines()[-1]))
             print(f"{version}: {time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
-    line = {"what": "compare", "label": options.label, **report.head("command"), **summary(runs)}
+    line = {"what": "compare", "label": options.label, **summary(runs)}
     report.line(**line)
     return line["texts_differ"] > 0
 

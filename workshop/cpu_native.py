@@ -7,10 +7,11 @@
 FOLDER: see llama_library.py. Without --model the embedded pair is measured. DATA holds the suites' files
 (bough.bench.suites); the suite `builtin` needs none, and `edit` asks for a changed copy of a file. There
 is a result for each number of threads and each suite. Every round decodes each prompt in every way;
-llama.cpp is timed with its choice of the likeliest token. A step during which the system took the CPU from
-the process (involuntary context switches) is dropped and counted; medians and least times are of the rest,
-tok_s is of all. `ratios` are of tokens a second: of all, and the range that holds 90% if other prompts had
-been chosen. Time with two threads means little on a busy machine: the line has the load.
+llama.cpp is timed with its choice of the likeliest token, and with its prompt lookup where the model's memory
+can be cut back. A step during which the system took the CPU from the process (involuntary context switches)
+is dropped and counted; medians and least times are of the rest, tok_s is of all. `ratios` are of tokens a
+second: of all, and the range that holds 90% if other prompts had been chosen. Time with two threads means
+little on a busy machine: the line has the load.
 """
 
 import random
@@ -19,6 +20,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +111,9 @@ class Ways:
         if self.llama is not None:
             times = Times()
             found["llama.cpp"] = times, generate_llama(self.llama, prompt, count, times)
+            if self.llama.truncate(len(prompt)):  # a recurrent state cannot be cut back
+                times = Times()
+                found["llama.cpp lookup"] = times, look_up_llama(self.llama, prompt, count, times)
         return found
 
     def prefill(self, prompt: list[int]) -> dict[str, Times]:
@@ -135,13 +140,14 @@ class Options:
     prefill: int = 512
 
 
-@case()
+@case(device="cpu")
 def main(report: Report, options: Options) -> None:
     names = (options.suites or ("humaneval" if options.data else "builtin")).split(",")
     for threads in map(int, options.threads.split(",")):
         ways = load(options, threads)
         for suite in names:
-            line = report.head() | {"what": "cpu_native", "threads": threads, "suite": suite}
+            line = report.head() | {"what": "cpu_native", "model": options.model.name}
+            line |= {"threads": threads, "suite": suite}
             report.line(**line, **measure(ways, options, suite))
 
 
@@ -258,6 +264,28 @@ def generate_llama(llama: LlamaCpp, prompt: list[int], count: int, times: Times)
     while len(tokens) < count:
         times.step(step)
     return tokens
+
+
+def look_up_llama(llama: LlamaCpp, prompt: list[int], count: int, times: Times) -> list[int]:
+    """Decode greedily with llama.cpp's prompt lookup: a step verifies what it proposes."""
+    llama.clear()
+    llama.decode(prompt)
+    tokens = [*prompt, llama.best()]
+
+    def step() -> int:
+        begin = llama.length
+        proposal = llama.look_up(tokens)
+        llama.decode([tokens[-1], *proposal], every_logit=True)
+        sampled = [llama.best(row) for row in range(len(proposal) + 1)]
+        pairs = takewhile(lambda pair: pair[0] == pair[1], zip(proposal, sampled, strict=False))
+        accepted = 1 + len(list(pairs))
+        tokens.extend(sampled[:accepted])
+        llama.truncate(begin + accepted)
+        return accepted
+
+    while len(tokens) < len(prompt) + count:
+        times.step(step)
+    return tokens[len(prompt) :][:count]
 
 
 def read(session: Session, prompt: list[int], times: Times) -> None:

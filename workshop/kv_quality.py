@@ -66,7 +66,7 @@ def main(
         numbers = f"{figures['kl']:9.2e} {figures['kl_99']:9.2e} {figures['same_top']:10.2%}"
         print(f"{variant:24} {numbers}", flush=True)
         line = {"model": model.stem, "kv_k": keys, "kv_v": values, "window": window, **figures}
-        report.write(**line, **report.head("commit", "date"))
+        report.write(**line)
 
 
 @torch.inference_mode()

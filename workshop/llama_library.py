@@ -28,6 +28,15 @@ class _Batch(c.Structure):
     ]
 
 
+class _Tokens(c.Structure):
+    """A `std::vector<int>`."""
+
+    _fields_ = [(name, c.c_void_p) for name in ("begin", "end", "capacity")]
+
+
+# common_ngram_simple_draft(config, tokens, sampled): its plain prompt lookup.
+_LOOKUP = "_Z25common_ngram_simple_draftRK26common_ngram_simple_configRKSt6vectorIiSaIiEEi"
+_SIZES = (12, 48)  # of the n-gram that is looked up and of the draft, as its command line has them
 _LOG = c.CFUNCTYPE(None, c.c_int, c.c_char_p, c.c_void_p)
 _silent = _LOG(lambda level, text, data: None)
 _CHUNK = 512
@@ -63,6 +72,9 @@ class LlamaCpp:
         lib.llama_vocab_n_tokens.argtypes = [c.c_void_p]
         lib.llama_get_memory.argtypes, lib.llama_get_memory.restype = [c.c_void_p], c.c_void_p
         lib.llama_memory_clear.argtypes = [c.c_void_p, c.c_bool]
+        lib.llama_memory_seq_rm.argtypes = [c.c_void_p, c.c_int32, c.c_int32, c.c_int32]
+        lib.llama_memory_seq_rm.restype = c.c_bool
+        self._common = c.CDLL(str(libraries / "libllama-common.so"))
         self._vocabulary = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self._model))
         self._batch = lib.llama_batch_init(_CHUNK, 0, 1)
         self.length = 0
@@ -92,7 +104,28 @@ class LlamaCpp:
             assert self._c.llama_decode(self._context, batch) == 0
             self.length += len(part)
 
-    def best(self) -> int:
-        """Return the likeliest token after the last one."""
-        logits = self._c.llama_get_logits_ith(self._context, -1)
+    def truncate(self, length: int) -> bool:
+        """Forget all tokens from `length` on; return whether the model's memory can be cut there."""
+        memory = self._c.llama_get_memory(self._context)
+        cut = bool(self._c.llama_memory_seq_rm(memory, 0, length, -1))
+        self.length = length if cut else self.length
+        return cut
+
+    def look_up(self, tokens: list[int]) -> list[int]:
+        """Return what its prompt lookup proposes after a text; nothing: no earlier place is like its end."""
+        before = (c.c_int32 * len(tokens))(*tokens[:-1])
+        begin = c.addressof(before)
+        end = begin + 4 * (len(tokens) - 1)
+        text, drafted, sizes = _Tokens(begin, end, end), _Tokens(), (c.c_uint16 * 2)(*_SIZES)
+        self._common[_LOOKUP](c.byref(drafted), sizes, c.byref(text), c.c_int32(tokens[-1]))
+        if not drafted.begin:
+            return []
+        count = (drafted.end - drafted.begin) // 4
+        proposal = [*(c.c_int32 * count).from_address(drafted.begin)]
+        c.CDLL(None).free(c.c_void_p(drafted.begin))
+        return proposal
+
+    def best(self, row: int = -1) -> int:
+        """Return the likeliest token after the last one, or after a row of the last batch."""
+        logits = self._c.llama_get_logits_ith(self._context, row)
         return int(np.ctypeslib.as_array(logits, (self._vocabulary,)).argmax())

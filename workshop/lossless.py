@@ -78,7 +78,7 @@ def main(
     only: Annotated[Sequence[str], "proposers of the tiny target"] = tuple(PROPOSERS),
     pair: Annotated[Sequence[Path], "a target with an MTP block, and its draft"] = (),
 ) -> None:
-    head = {"what": "lossless", "device": "cpu", **report.head("date", "commit", "command")}
+    head = {"what": "lossless", "device": "cpu"}
     failed = total = 0
     trained = of_pair(*pair, tokens, budget) if pair else ()
     for line in itertools.chain(tiny(tokens, budget, only), trained):

@@ -207,8 +207,7 @@ def main(
         return record_outcomes(file)
     if model is None:
         for suite, texts in json.loads(file.read_text()).items():
-            head = report.head("date", "commit")
-            report.line(what="mixed replay", **head, note=note, suite=suite, **summary(texts))
+            report.line(what="mixed replay", note=note, suite=suite, **summary(texts))
         return None
     assert draft is not None, "to record, --draft is needed"
     trees = SpecConfig(budget=22, mtp="on")

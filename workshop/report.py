@@ -7,6 +7,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,11 @@ class Report:
         self.settings = settings or {}
         self._begin, self._seconds = time.perf_counter(), seconds
         self._file = out.open("a", encoding="utf-8") if out else None
+
+    @cached_property
+    def _source(self) -> dict[str, Any]:
+        """What every line names."""
+        return self.head("date", "commit", "command")
 
     @property
     def left(self) -> float:
@@ -68,7 +74,7 @@ class Report:
 
     def write(self, **line: Any) -> None:
         if self._file:
-            self._file.write(json.dumps(line) + "\n")  # at once: several threads may report
+            self._file.write(json.dumps(self._source | line) + "\n")  # at once: several threads may report
             self._file.flush()
 
     def part(self, run: Callable[["Report"], None], *, needs: float = 0.0) -> None:

@@ -77,7 +77,6 @@ def main(
             model=model.name,
             device=device_name(target.device) if target.device.type == "cuda" else platform.machine(),
             torch=torch.__version__,
-            **report.head("commit", "date"),
         )
         if texts is not None:
             lines = (

@@ -45,6 +45,14 @@ _EXPERT_SIZES = {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
 }
+# A window far below a test's prompt.
+_MUSE_SIZES = {
+    "num_key_value_heads": 1,
+    "rope_theta": 500000.0,
+    "sliding_window": 12,
+    "output_multiplier": 0.5,
+    "final_logit_softcapping": 20.0,
+}
 # class, pre-tokeniser, depth, overrides of the common sizes
 _FAMILIES: Mapping[str, tuple[str, str, int, dict[str, Any]]] = {
     "qwen35": ("Qwen3_5ForCausalLM", "qwen35", 8, _HYBRID_SIZES),
@@ -53,6 +61,7 @@ _FAMILIES: Mapping[str, tuple[str, str, int, dict[str, Any]]] = {
     "qwen3moe": ("Qwen3MoeForCausalLM", "qwen2", 4, {**_EXPERT_SIZES, "norm_topk_prob": True}),
     "qwen2": ("Qwen2ForCausalLM", "qwen2", 4, {"rope_theta": 1000000.0, "head_dim": None}),
     "llama": ("LlamaForCausalLM", "llama-bpe", 4, {"rope_theta": 500000.0}),
+    "muse-glimmer": ("MuseGlimmerForConditionalGeneration", "llama4", 8, _MUSE_SIZES),
 }
 FAMILIES = tuple(_FAMILIES)
 CHAT_TEMPLATE = """\
@@ -169,6 +178,7 @@ class _RandomCheckpoint:
         self._tied = tied
         self._head = "model.embed_tokens.weight" if tied else "lm_head.weight"
         self._offset_norms = "model.layers.0.linear_attn.A_log" in self.shapes
+        self._offset_in_blocks = "model.layers.0.self_attn.gate_proj.weight" in self.shapes
 
     def load(self, name: str) -> torch.Tensor:
         # numpy's random stream is the same on every processor, torch's is not
@@ -196,7 +206,8 @@ class _RandomCheckpoint:
 
     def _centre(self, name: str) -> float:
         is_norm = name.endswith("norm.weight") or ".pre_fc_norm" in name
-        is_factor = is_norm and (not self._offset_norms or name.endswith("linear_attn.norm.weight"))
+        offset = self._offset_norms or (self._offset_in_blocks and name.endswith("layernorm.weight"))
+        is_factor = is_norm and (not offset or name.endswith("linear_attn.norm.weight"))
         return 1.0 if is_factor else 0.0
 
 

@@ -36,9 +36,9 @@ class SpecConfig:
 
 @dataclass(frozen=True, slots=True)
 class DraftConfig:
-    path: Path  # a safetensors checkpoint (folder or file) or a DFlash GGUF
+    path: Path  # a safetensors checkpoint (folder or file), a DFlash GGUF or that of a small model
     quant: Literal["auto", "q8_0", "q4_k", "none"] = "auto"  # auto: q8_0 on a GPU, unquantised on a CPU
-    context: int | None = None  # positions in the KV ring of its full-attention layers
+    context: int | None = None  # positions in the KV ring of its full-attention layers, or of a small model
     causal: bool | None = None  # overrides the checkpoint's attention masks
     # Tokens that it can propose, those with the first ids, a multiple of 128; None: all. A vocabulary has its
     # most frequent tokens first, and the head is a large part of a draft call.

@@ -55,6 +55,7 @@ def workplace(tmp_path, monkeypatch, hub, bough, tiny_model) -> Path:
     folder.mkdir()
     monkeypatch.chdir(folder)
     (folder / "model.gguf").symlink_to(tiny_model())
+    (folder / "small.gguf").symlink_to(tiny_model("qwen3"))
     hub.repos["Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF"] = {
         "qwen2.5-q4_k_m.gguf": tiny_model("qwen2").read_bytes()
     }

@@ -43,3 +43,29 @@ def test_a_picture_in_a_chat(bough, model: Path, tmp_path: Path) -> None:
     assert [part["type"] for part in asked["content"]] == ["image_url", "text"]
     again = bough("chat", model, *SHORT, "--load", tmp_path / "talk.json", stdin="/regen\n")
     assert again.exit_code == 0 and again.stdout.strip() == answer["content"].strip()
+
+
+def test_show_names_the_encoder(bough, model: Path, tmp_path: Path) -> None:
+    shown = bough("show", model)
+    assert shown.exit_code == 0 and "mmproj-F32.gguf" in shown.stdout
+    facts = json.loads(bough("show", model, "--json").stdout)["images"]
+    encoder = model.parent / "mmproj-F32.gguf"
+    assert facts == {"encoder": str(encoder), "size_bytes": encoder.stat().st_size}
+    (tmp_path / "alone.gguf").write_bytes(model.read_bytes())
+    assert "which is not beside it" in bough("show", tmp_path / "alone.gguf").stdout
+
+
+def test_the_encoder_is_pulled_with_its_model(bough, hub, model: Path, tmp_path: Path) -> None:
+    repo, encoder = "me/Seer-GGUF", "mmproj-F32.gguf"
+    hub.repos[repo] = {f"seer-{quant}.gguf": model.read_bytes() for quant in ("Q8_0", "F16")}
+    hub.repos[repo][encoder] = (model.parent / encoder).read_bytes()
+    repo = f"{repo}:Q8_0"
+    pulled = bough("pull", repo)
+    assert pulled.exit_code == 0 and f"images  {encoder}  366.50 KiB" in pulled.stdout
+    (tmp_path / "a.png").write_bytes(encoded(quarters(300, 200), "PNG"))
+    answer = bough("run", repo, "-p", "What is it?", "-f", tmp_path / "a.png", *SHORT, "--json")
+    assert answer.exit_code == 0 and json.loads(answer.stdout)["stats"]["images"]["count"] == 1
+    other = repo.replace("Q8_0", "F16")
+    assert bough("pull", other).exit_code == 0
+    assert "image encoder" not in bough("rm", repo, "--yes").stdout and list(tmp_path.rglob(encoder))
+    assert "image encoder" in bough("rm", other, "--yes").stdout and not list(tmp_path.rglob(encoder))

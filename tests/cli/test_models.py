@@ -8,6 +8,7 @@ import pytest
 from bough.cli import listing
 from bough.errors import ModelNotFound
 from bough.hub.cache import contents
+from tests.gguf_edit import edited
 from tests.hub.fake_pairs import DRAFT, TARGET, add_pair, make_draft
 from tests.tiny_draft import save_gguf
 
@@ -181,6 +182,26 @@ def test_listing(bough, hub, tiny_model, tmp_path):
     assert "me/Odd-GGUF:Q6_K – " in shown and " none" in shown
     assert "Not here yet (bough pull NAME" in shown and "qwen3.5-9b 5.5 GB " in shown
     assert "2 other GGUF files there cannot be run." in shown
+
+
+def test_small_models_that_suit_a_target(bough, hub, tiny_model, tmp_path):
+    small, large = tiny_model("qwen3"), tiny_model("qwen3", width=128, layers=6)
+    tokens = [f"{n}" for n in range(320)]
+    other = edited(small, tmp_path / "other.gguf", keys={"tokenizer.ggml.tokens": tokens})
+    for name, path in (("Small", small), ("Large", large), ("Other", other)):
+        hub.repos[f"me/{name}-GGUF"] = {f"{name.lower()}-q4_k_m.gguf": path.read_bytes()}
+        assert bough("pull", f"me/{name}-GGUF", "--target-only").exit_code == 0
+    found = {row["name"]: row["small_models"] for row in listed(bough)["models"]}
+    small_name = "me/Small-GGUF:Q4_K_M"
+    assert found == {small_name: [], "me/Large-GGUF:Q4_K_M": [small_name], "me/Other-GGUF:Q4_K_M": []}
+    assert f"none; on a CPU --draft {small_name}" in " ".join(bough("list").stdout.split())
+    assert json.loads(bough("show", "me/Large-GGUF", "--json").stdout)["small_models"] == [small_name]
+    shown = " ".join(bough("show", "me/Large-GGUF").stdout.split())
+    assert (
+        f"--draft {small_name} on a CPU" in shown and "`bough train` makes for the model is faster" in shown
+    )
+    answer = bough("run", "me/Large-GGUF", "hello", "--draft", small_name, "--n-gen", "4", "--device", "cpu")
+    assert answer.exit_code == 0
 
 
 def test_the_quantisations_of_a_repository(bough, hub):

@@ -19,6 +19,11 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+from transformers.models.muse_glimmer import (
+    MuseGlimmerConfig,
+    MuseGlimmerForConditionalGeneration,
+    MuseGlimmerTextConfig,
+)
 from transformers.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 from transformers.models.qwen3_5_moe import Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig
 
@@ -104,6 +109,27 @@ _RECIPES: dict[str, tuple[type, type, dict[str, Any]]] = {
     ),
     "llama": (LlamaForCausalLM, LlamaConfig, {**_DENSE, "rope_parameters": _plain_rope(500000.0)}),
     "llama3": (LlamaForCausalLM, LlamaConfig, {**_DENSE, "rope_parameters": _LLAMA3_ROPE}),
+    "muse": (
+        MuseGlimmerForConditionalGeneration,
+        MuseGlimmerTextConfig,
+        {
+            **_DENSE,
+            "num_hidden_layers": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": _plain_rope(500000.0),
+            "sliding_window": 24,
+            "output_multiplier": 3.0,  # as large as the cap: it bends most logits
+            "final_logit_softcapping": 4.0,
+        },
+    ),
+}
+_VISION = {
+    "num_hidden_layers": 1,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_attention_heads": 2,
+    "pos_emb_height": 4,
+    "pos_emb_width": 4,
 }
 
 
@@ -135,12 +161,17 @@ def build_hf(family: str, *, seed: int = 0, tie: bool = False, **overrides: Any)
     """A random float32 model of `family` with eager attention, and its configuration."""
     model_class, config_class, settings = _RECIPES[family]
     config = config_class(**{**settings, "tie_word_embeddings": tie, **overrides})
+    if family == "muse":  # has no class for text alone
+        sizes = {"out_hidden_size": 128, "projector_hidden_size": 32, "tie_word_embeddings": tie}
+        config = MuseGlimmerConfig(text_config=config.to_dict(), vision_config=_VISION, **sizes)
     config._attn_implementation = "eager"
     return randomise(model_class(config), seed), config
 
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WHITESPACE = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED = (f"{_UPPER}*{_LOWER}+", f"{_UPPER}+{_LOWER}*")
 SPLIT_REGEX = {
     "qwen2": _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _WHITESPACE,
     "qwen35": _CONTRACTIONS
@@ -148,6 +179,9 @@ SPLIT_REGEX = {
     + _WHITESPACE,
     "llama-bpe": _CONTRACTIONS
     + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    + _WHITESPACE,
+    "llama4": "|".join(rf"[^\r\n\p{{L}}\p{{N}}]?{word}{_CONTRACTIONS}?" for word in _CASED)
+    + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|"
     + _WHITESPACE,
 }
 PRE_TOKENISER = {
@@ -158,6 +192,7 @@ PRE_TOKENISER = {
     "qwen2": "qwen2",
     "llama": "llama-bpe",
     "llama3": "llama-bpe",
+    "muse": "llama4",
 }
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
@@ -236,6 +271,8 @@ def checkpoint(model: Any, config: Any, *, mtp: bool = False) -> dict[str, torch
 def _family(config: Any) -> str:
     if config.model_type == "llama":
         return "llama3" if config.rope_parameters["rope_type"] == "llama3" else "llama"
+    if config.model_type == "muse_glimmer":
+        return "muse"
     names = {"qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "qwen3_moe": "qwen3moe"}
     return names.get(config.model_type, config.model_type)
 

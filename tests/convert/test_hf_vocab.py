@@ -143,7 +143,7 @@ def test_an_unknown_regex_is_named(tmp_path: Path):
     with pytest.raises(UnsupportedModel) as caught:
         read(tmp_path)
     assert r"\\p{N}{1,7}" in caught.value.message
-    assert "needed: the regex of gpt-2, llama-bpe, qwen2, qwen35" in caught.value.message
+    assert "needed: the regex of gpt-2, llama-bpe, llama4, qwen2, qwen35" in caught.value.message
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def test_the_same_bits_natively(tiny_model: Callable[..., Path], model: str) -> 
 
 
 @pytest.mark.parametrize("runner", [EagerRunner, GraphRunner])
-@pytest.mark.parametrize("family", ["qwen35", "qwen35moe", "qwen3moe", "llama"])
+@pytest.mark.parametrize("family", ["qwen35", "qwen35moe", "qwen3moe", "llama", "muse-glimmer"])
 def test_the_same_text_in_torch(
     tiny_model: Callable[..., Path], family: str, runner: type[StepRunner]
 ) -> None:

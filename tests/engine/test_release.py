@@ -5,8 +5,10 @@ from itertools import permutations
 from pathlib import Path
 
 import pytest
+import torch
 
 from bough.engine.engine import Engine
+from bough.engine.sampler import SamplingParams
 from bough.engine.sequence import Request, Sequence
 from bough.gguf.reader import GGUFFile
 from bough.models.decoder import Decoder
@@ -76,3 +78,23 @@ def test_a_sequence_in_any_phase(target: Decoder, calls: list[str]) -> None:
         for sequence in (first, waiting, first):
             engine.release(sequence)
     assert_nothing_left(engine)
+
+
+def test_a_parked_sequence_has_its_penalties_when_it_is_back(target: Decoder) -> None:
+    """What it has generated counts, as if it had never been parked."""
+
+    def answer(parked_after: int) -> list[int]:
+        engine = Engine(target, max_ctx=512, slots=2, prefix_cache=PrefixCacheConfig(0))
+        sampling = SamplingParams(frequency_penalty=100.0)
+        sequence = engine.add(Request(PROMPTS[0], max_tokens=40, sampling=sampling))
+        while not sequence.finished:
+            engine.step()
+            if sequence.stats.generated_tokens == parked_after and sequence.slot >= 0:
+                parked_after = -1
+                with torch.inference_mode():
+                    engine.paging.park(sequence)
+        return sequence.tokens[len(PROMPTS[0]) :]
+
+    never = answer(-1)
+    assert len(set(never)) == 40, "a penalty so large lets no token come twice"
+    assert answer(12) == never

@@ -145,3 +145,18 @@ def test_noise_of_a_position_is_the_same_in_every_step() -> None:
 def test_bad_values_are_named(options: dict, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         sampler(**options)
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 9}, {"top_p": 0.8}])
+def test_every_row_of_a_large_tree_has_the_same_noise_as_alone(options: dict) -> None:
+    rows = 63
+    logits = torch.randn(rows, V, generator=torch.Generator().manual_seed(1))
+    tokens, positions, alone = torch.arange(rows) % V, torch.arange(200, 200 + rows), torch.tensor([1])
+    many = sampler(temperature=1.2, **options)
+    together = many.sample(logits, step_of(positions, tokens, 1 << torch.arange(rows))).tolist()
+    one = sampler(temperature=1.2, **options)
+    each = [
+        one.sample(logits[row, None], step_of(positions[row, None], tokens[row, None], alone)).item()
+        for row in range(rows)
+    ]
+    assert together == each and len(set(each)) > 10

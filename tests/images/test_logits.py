@@ -10,7 +10,9 @@ import torch
 
 import bough.engine.images as engine_images
 from bough.convert.convert import convert
+from bough.engine.engine import Engine
 from bough.engine.images import PictureEncoder, PlacedPicture, offset_at, rope_positions
+from bough.engine.sequence import Request
 from bough.gguf.reader import GGUFFile
 from bough.images.pixels import Picture, picture
 from bough.kernels.native import Library
@@ -18,8 +20,11 @@ from bough.models.decoder import Decoder, Target
 from bough.models.native import NativeDecoder
 from bough.models.step import Step
 from bough.models.vision import VisionTower
+from bough.prefix_cache.boundaries import SnapshotKind
+from bough.prefix_cache.cache import PrefixCacheConfig
 from bough.state.sequences import SequenceStates
 from tests.convert.hf_models import _HYBRID, _RECIPES, randomise, save_hf
+from tests.engine.driving import run
 from tests.images.oracle_pixels import image
 from tests.images.test_pixels import patches
 from tests.images.tiny_tower import vision_settings, write_mmproj
@@ -189,6 +194,26 @@ def test_native_logits_are_the_references(seer: Seer) -> None:
     reading = Reading(target, seer.tower)
     logits = torch.cat([reading.prompt(ids[:-4], images, chunk=50), *map(reading.step, ids[-4:])])
     assert error(logits, seer.expected(ids, images)) < 5e-5
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", ["middle", "two", "row"])
+def test_texts_of_an_engine_are_the_references(seer: Seer, name: str) -> None:
+    """Read in chunks, then from a snapshot after the last image, with its offset."""
+    ids, images = prompt_of(name)
+    boundaries: dict[int, SnapshotKind] = {images[-1].end: "image"}
+    ends = frozenset({PAD})  # which the reference would take for an image
+    request = Request(ids, max_tokens=12, stop_ids=ends, boundaries=boundaries, images=tuple(images))
+    options: dict[str, Any] = {
+        "max_ctx": 512,
+        "prefill_chunk": 50,
+        "prefix_cache": PrefixCacheConfig(1 << 28),
+    }
+    engine = Engine(seer.target, tower=seer.tower, **options)
+    for cached in (0, images[-1].end):
+        text, done = run(engine, request)
+        assert text and done.stats.cached_tokens >= cached
+        assert text == seer.expected([*ids, *text], images)[len(ids) - 1 : -1].argmax(-1).tolist()
 
 
 @torch.inference_mode()

@@ -57,3 +57,6 @@ def test_digests_are_of_pixels_and_form() -> None:
     assert of(256, 512).digest == tall.digest != wide.digest
     assert flat.tokens == wide.tokens
     assert picture(Image.fromarray(flat.pixels), most_tokens=CAP).digest != wide.digest
+    other = wide.pixels.copy()
+    other[-3, 5, 1] ^= 1
+    assert picture(Image.fromarray(other), most_tokens=CAP).digest != wide.digest

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from bough.kernels.attention import PagedContext
+from bough.kernels.attention import SINKS, PagedContext
 from bough.kernels.attention import cpu as attention
 from bough.kernels.attention import triton_kernels as attention_kernel
 from bough.kernels.kv_cache.format import FORMATS, HeadPool
@@ -37,6 +37,7 @@ def check_attention(
     heads: int = 1,
     page: int = 64,
     window: int | None = None,
+    sinks: int = SINKS,
     tolerance: float = TOLERANCE,
 ) -> None:
     count = max(-(-(length + rows) // page) for length in lengths)
@@ -47,7 +48,7 @@ def check_attention(
     pools = [filled(name, (pages, heads, page), dim, used) for name in formats]
     step = tree_of(rows, len(lengths))
     committed = torch.tensor(lengths)
-    context = PagedContext(*pools, table, committed, step.ancestors, window=window)
+    context = PagedContext(*pools, table, committed, step.ancestors, window=window, sinks=sinks)
     q = torch.randn(len(lengths), rows, heads * group, dim)
     gate = torch.randn(len(lengths), rows, heads * group, 2 * dim)[..., dim:]
     found = attention_kernel.paged_attention(q, context, gate=gate)
@@ -93,28 +94,32 @@ def test_attention_in_float32_is_exact_in_many_splits() -> None:
     ("window", "lengths"),
     [(1, (200, 64)), (2, (65, 0)), (70, (333, 70)), (128, (192, 127)), (900, (300, 64))],
 )
-@pytest.mark.parametrize("page", [8, 64])
-def test_a_window(window: int, lengths: tuple[int, int], page: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("page", "sinks"), [(8, SINKS), (64, SINKS), (64, 0)])
+def test_a_window(
+    window: int, lengths: tuple[int, int], page: int, sinks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     few_splits(monkeypatch, 4)
     sizes = {"dim": 16, "group": 1, "rows": 6, "lengths": lengths, "page": page, "window": window}
-    check_attention(("f32", "f32"), tolerance=2e-6, **sizes)
+    check_attention(("f32", "f32"), tolerance=2e-6, sinks=sinks, **sizes)
 
 
-def test_a_window_reads_no_page_outside_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sinks", [0, SINKS])
+def test_a_window_reads_no_page_outside_of_it(sinks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those pages hold NaN, and a value times a share of 0 would still be NaN."""
     few_splits(monkeypatch, 4)
     dim, page, length, window = 16, 64, 600, 100
     table = torch.randperm(10)[None]
     keys, values = torch.randn(2, 10, 1, page, dim)
-    # Row 0 sees positions 501 and on; after the first page, pages 1 to 6 end at 447.
-    keys[table[0, 1:7]] = values[table[0, 1:7]] = torch.nan
+    # Row 0 sees positions 501 and on, and the sinks on the first page; pages 1 to 6 end at 447.
+    unseen = table[0, sinks // page : 7]
+    keys[unseen] = values[unseen] = torch.nan
     pools = [HeadPool(FORMATS["f32"], dim, pool, None) for pool in (keys, values)]
     step, committed = tree_of(4, 1), torch.tensor([length])
     q = torch.randn(1, 4, 1, dim)
-    context = PagedContext(*pools, table, committed, step.ancestors, window=window)
+    context = PagedContext(*pools, table, committed, step.ancestors, window=window, sinks=sinks)
     found = attention_kernel.paged_attention(q, context)
     cleaned = [HeadPool(FORMATS["f32"], dim, pool.nan_to_num(), None) for pool in (keys, values)]
-    context = PagedContext(*cleaned, table, committed, step.ancestors, window=window)
+    context = PagedContext(*cleaned, table, committed, step.ancestors, window=window, sinks=sinks)
     close(found, attention.paged_attention(q, context))
 
 

@@ -1,5 +1,7 @@
 """The Triton kernels of prompt text against their references, in Triton's interpreter."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -119,6 +121,31 @@ def test_chunk_attention(
         alone = PagedContext(keys, values, table[lone], torch.tensor(lengths[lone]))
         opened = None if gate is None else gate[lone]
         close(found[lone], attention.paged_attention(q[lone], alone, gate=opened), tolerance)
+
+
+@pytest.mark.parametrize("window", [1, 5, 40, 64, 500])
+@pytest.mark.parametrize(("rows", "lengths"), [(75, (64, 130)), (1, (0, 70)), (130, (90,)), (70, (0,))])
+def test_chunk_attention_in_a_window(
+    window: int, rows: int, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In slices, too; pages that no row sees are not read: they hold NaN."""
+    kv_heads, dim, count = 2, 16, len(lengths)
+    monkeypatch.setattr(prefill, "SLICE_BYTES", 2 * 4 * kv_heads * dim * 48)
+    table = torch.randperm(count * PAGES).view(count, PAGES)
+    shape, used = (count * PAGES, kv_heads, PAGE), used_pages(table, lengths, rows)
+    pools = [filled("f32", shape, dim, used) for _ in range(2)]
+    if count == 1 and (unseen := (lengths[0] - window + 1) // 64 * 64) > 0:
+        for pool in pools:
+            pool.codes[table[0, : unseen // PAGE]] = torch.nan
+    cleaned = [replace(pool, codes=pool.codes.nan_to_num()) for pool in pools]
+    q = torch.randn(count, rows, 3 * kv_heads, dim)
+    options = {"window": window, "sinks": 0}
+    context = PagedContext(*pools, table, torch.tensor(lengths), **options)
+    found = prefill.chunk_attention(q, context, span=max(lengths) + rows)
+    for one in range(count):
+        lone = slice(one, one + 1)
+        alone = PagedContext(*cleaned, table[lone], torch.tensor(lengths[lone]), **options)
+        close(found[lone], attention.paged_attention(q[lone], alone), 2e-6)
 
 
 @pytest.mark.parametrize(("rows", "lengths"), [(75, (64, 130)), (33, (100, 0)), (1, (0, 70))])

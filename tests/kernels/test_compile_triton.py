@@ -29,7 +29,7 @@ SHAPES = (
     *COMMON[:2],
     replace(
         COMMON[0], name="odd", kv=(("tq3_0", "q4_0"), ("bf16", "q5_0")), types=(Q.IQ4_XS, Q.F16), rows=(24,),
-        embedding=Q.Q6_K, window=1000, interleaved=True, head_norms=False,
+        embedding=Q.Q6_K, window=1000, sliding=500, interleaved=True, head_norms=False,
     ),
 )  # fmt: skip
 # Turing has no such mma in Triton, or the program is too long to compile: it is refused there.

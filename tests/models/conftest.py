@@ -26,6 +26,7 @@ CASES = [
     "qwen2",
     "llama",
     "llama3",
+    "muse",
 ]
 
 

@@ -377,7 +377,10 @@ GGUF_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"dflash.sample_from_anchor": 1}, "dflash.sample_from_anchor is 1, needed true or false"),
     ({"dflash.hidden_activation": "gelu"}, "dflash.hidden_activation is 'gelu', needed 'silu'"),
     ({"dflash.embedding_scale": 2.5}, "dflash.embedding_scale is 2.5, needed 1.0"),
-    ({"dflash.final_logit_softcapping": 30.0}, "dflash.final_logit_softcapping is 30.0, needed 0.0"),
+    (
+        {"dflash.final_logit_softcapping": -1.0},
+        "dflash.final_logit_softcapping is -1.0, needed a number from",
+    ),
     ({"dflash.block_size": 1}, "block_size is 1, needed between 2 and 64"),
     (
         {"dflash.attention.sliding_window": None},

@@ -139,9 +139,15 @@ def test_other_experts_are_refused(tmp_path: Path, changes: dict, needed: str) -
         spec_of(tmp_path, "qwen3moe", **{**EXPERTS, **changes})
 
 
-def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModel, match=r"general.architecture is 'gemma3', supported are qwen35"):
-        spec_of(tmp_path, architecture="gemma3")
+@pytest.mark.parametrize(
+    "architecture",
+    ["gemma3", "gemma4", "gpt-oss", "nemotron_h_moe", "mistral3", "mistral4", "deepseek2", "glm4",
+     "qwen3next", "qwen4exp", "phi3", "gemma-embedding", "dflash"],
+)  # fmt: skip
+def test_an_architecture_that_is_not_supported_is_named(tmp_path: Path, architecture: str) -> None:
+    message = f"general.architecture is '{architecture}', supported are qwen35"
+    with pytest.raises(UnsupportedModel, match=message):
+        spec_of(tmp_path, architecture=architecture)
 
 
 @pytest.mark.parametrize("extra", ["blk.0.attn_q.scale", "output.bias", "blk.0.ffn_down.bias"])

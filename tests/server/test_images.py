@@ -313,6 +313,15 @@ def test_raw_prompts_of_ollama_take_no_images(post: httpx2.Client, fields: dict[
     assert answer.status_code == 400 and "images need a chat template" in answer.json()["error"]
 
 
+@pytest.mark.parametrize(
+    ("path", "field"), [("/completion", "image_data"), ("/v1/completions", "images"), (CHAT, "images")]
+)
+def test_images_where_none_are_read_are_refused(post: httpx2.Client, path: str, field: str) -> None:
+    body = {"prompt": "a"} if path != CHAT else {"messages": [{"role": "user", "content": "a"}]}
+    answer = post.post(path, json=body | {field: [text64(PNG)]})
+    assert answer.status_code == 400 and f"{field} is set" in answer.json()["error"]["message"]
+
+
 def test_bytes_of_images_are_not_logged(post: httpx2.Client, caplog: Any) -> None:
     secret = text64(b"secret" * 1000)
     with caplog.at_level(logging.DEBUG):

@@ -152,21 +152,23 @@ def test_every_button_of_a_chat_is_on_the_screen(open_page: Open, width: int, ti
 
 
 def test_another_answer_has_another_seed_and_text(page_server: PageServer, open_page: Open) -> None:
-    page_server.script.answers = ["One.", "One.", "Two.", "One.", "Two.", "Three.", "Four."]
+    page_server.script.answers = ["One.", "One.", "Two.", "Two.", "Three.", "Four.", "Five."]
     page = open_page()
     ask(page, "Hello")
-    status, prose = page.locator("#status"), page.locator(".message.assistant .prose")
-    expect(status).to_have_text("Done.")
-    for text, words in (
-        ("Two.", "Done, at temperature 1: by the recommended sampling the same text came again."),
-        ("Three.", "Done, at temperature 1.3: by the recommended sampling the same text came again."),
-        ("Four.", "Done."),
-    ):
+    prose, note = page.locator(".message.assistant .prose"), page.locator(".message.assistant .note")
+    expect(page.locator("#status")).to_have_text("Done.")
+    expect(note).to_have_count(0)
+    for text, temperature in (("Two.", "1"), ("Three.", "1.3"), ("Four.", "1")):
         page.click("[data-action=regenerate]")
-        expect(status).to_have_text(words)
         expect(prose).to_have_text(text)
-    bodies = page_server.script.bodies
-    assert [body.get("temperature") for body in bodies] == [None, None, 1, None, 1, 1.3, None]
+        expect(note).to_have_text(
+            f"Sampled at temperature {temperature}, as the recommended sampling gave the same text."
+        )
+    ask(page, "Bye")
+    expect(prose.last).to_have_text("Five.")
+    *bodies, last = page_server.script.bodies
+    assert [body.get("temperature") for body in bodies] == [None, None, 1, 1, 1.3, 1]
+    assert "temperature" not in last
     assert len({body["seed"] for body in bodies}) == len(bodies)
     assert all(body["messages"] == [{"role": "user", "content": "Hello"}] for body in bodies)
 
@@ -181,7 +183,7 @@ def test_a_temperature_or_a_seed_of_the_user_stays(page_server: PageServer, open
     for _ in range(2):
         with page.expect_response("**/v1/chat/completions"):
             page.click("[data-action=regenerate]")
-        expect(page.locator("#status")).to_have_text(
+        expect(page.locator(".message.assistant .note")).to_have_text(
             "The same text, although by another seed: a higher temperature gives others."
         )
         expect(page.locator(".message.assistant .stats")).to_be_visible()

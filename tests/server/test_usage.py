@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import httpx2
+import pytest
 
 from bough.config import EngineConfig
 from bough.engine.stats import RequestStats
@@ -30,6 +31,18 @@ def test_usage_covers_all_choices(echo_server: Live):
     for name in ("steps", "drafted_tokens", "accepted_tokens"):
         assert three["speculation"][name] == 3 * one["speculation"][name] > 0
     assert three["speculation"]["acceptance_length"] == one["speculation"]["acceptance_length"]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_stream_has_the_usage_of_the_whole_answer(echo_server: Live, count: int):
+    asked = [{"role": "user", "content": "one two three"}]
+    options = {"model": "m", "messages": asked, "n": count}
+    completions = openai_client(echo_server).chat.completions
+    whole = completions.create(**options).usage.model_dump()
+    chunks = list(completions.create(**options, stream=True, stream_options={"include_usage": True}))
+    [streamed] = [chunk.usage.model_dump() for chunk in chunks if chunk.usage is not None]
+    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert streamed[name] == whole[name] > 0
 
 
 def test_usage_lists_approximations(echo_server: Live, tiny_model: Callable[..., Path]):

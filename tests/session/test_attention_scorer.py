@@ -82,7 +82,7 @@ def test_queries_and_keys_are_those_of_the_whole_model(
     step = Step.chunk(torch.tensor([0]), tokens, torch.tensor([0]))
     x = whole.forward(step, states.buffers, taps=[layer - 1]).features
     x = torch.nn.functional.rms_norm(x, x.shape[-1:], weights["attn_norm.weight"].flatten(), spec.eps)
-    cos, sin = rope_angles(step.positions, part._frequencies)
+    cos, sin = rope_angles(step.positions, part._frequencies[spec.rope_theta])
 
     def expected(name: str, heads: int) -> torch.Tensor:
         out = x @ weights[f"attn_{name}.weight"].T + extra.get(f"attn_{name}.bias", torch.zeros(1)).flatten()

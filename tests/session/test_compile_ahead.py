@@ -153,6 +153,23 @@ def test_the_models_mtp_block(tiny_model: Callable[..., Path]) -> None:
     assert "rank_kernel" in {launch.name for launch in launches}
 
 
+def test_a_head_over_a_draft(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """Its calls and the tree of its paths, for one text and for several."""
+    target = tiny_model(mtp=True)
+    drafts = EveryDraft(target, tmp_path)
+    for parallel in (1, 2):
+        alone, first, second = (
+            set(dry_run(target, drafts.config(name, {"parallel": parallel})).launches)
+            for name in ("dflash", "first weaver", "weaver, lookup")
+        )
+        for launches in (first, second):
+            # Norms as wide as the head; what ranks more candidates, and takes paths into the tree.
+            assert {"_norm_kernel", "rank_kernel", "best_tree_kernel"} <= {
+                each.name for each in launches - alone
+            }
+            assert "_ring_kernel" not in {each.name for each in alone - launches}
+
+
 def test_every_mix_of_drafts(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     """The first answer may call any of them."""
     target = tiny_model(mtp=True)

@@ -1,5 +1,7 @@
 """OutputStream: stop strings next to tool calls, characters split over tokens."""
 
+from itertools import cycle
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -73,3 +75,20 @@ def test_characters_stay_whole(text: str, sizes: list[int]) -> None:
     pieces += [event.text for event in output.take() if isinstance(event, Text)]
     assert "".join(pieces) == text.encode(errors="replace").decode()
     assert not any(isinstance(event, ToolArguments) for event in output.take())
+
+
+@given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=6))
+def test_the_tokens_to_keep_end_with_the_stop_string(sizes: list[int]) -> None:
+    """What the engine is told to keep: with the last of them the stop string is complete."""
+    text, output = (
+        b"One. END two.",
+        OutputStream(TextStream(lambda id: bytes([id])), OutputParser(tools=[]), ["END"]),
+    )
+    kept, count = 0, None
+    for size in cycle(sizes):
+        piece = text[kept : kept + size]
+        count = output.write(list(piece))
+        kept += len(piece) if count is None else count
+        if count is not None:
+            break
+    assert text[:kept] == b"One. END"

@@ -73,3 +73,10 @@ def test_a_new_text_begins_with_what_is_usual() -> None:
     for _ in range(20):
         new.observe(3, True)
     assert math.exp(new.log_probability(3)) > 0.7  # what this text shows counts for more
+
+
+def test_a_copy_ends_before_an_image() -> None:
+    """Ids below 0 stand for an image's rows: no token of it can be sampled."""
+    lookup = PromptLookup()
+    lookup.append([1, 2, 3, 4, 5, -7, -7, 6, 9, 1, 2, 3])
+    assert lookup.propose(6)[0] == [4, 5]

@@ -323,3 +323,19 @@ def test_a_draft_beside_lookup_costs_poor_texts_little(draft: float, gain: float
     alone, both = times.values()
     assert sum(alone.values()) / sum(both.values()) > gain
     assert alone[0.2] / both[0.2] > 0.945
+
+
+def test_a_prompt_is_read_where_the_answer_may_pay_for_it() -> None:
+    """By a draft that has not seen it: a call costs 0.1 plain steps, each position to be read 0.02."""
+
+    def asks(unread: int, steps: int = 0) -> bool:
+        costs = StepCosts({rows: gpu(rows) for rows in (1, 2, 4, 8)}, {0: 0.1}, backlog=0.02)
+        policy = RowPolicy(costs, max_rows=8, drafts=1).fork()
+        policy.rested(steps)
+        policy.unread = unread
+        return policy.plan().draft
+
+    assert asks(0) and asks(800)
+    assert not asks(2_000) and not asks(20_000)
+    assert not asks(20_000, steps=160)
+    assert asks(20_000, steps=1_600)

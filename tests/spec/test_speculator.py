@@ -36,6 +36,7 @@ class ScriptedDraft:
     taps: tuple[int, ...] = ()
     context_length = 0
     depth = 15
+    passes = next_passes = 1.0
 
     def __init__(self, text: list[int], right: float, claim: float = 0.7, candidates: int = 4):
         self.text, self.right, self.claim = text, right, claim
@@ -45,7 +46,10 @@ class ScriptedDraft:
 
     def begin(self, slot: int) -> None: ...
 
-    def flush(self, slot: int) -> int:
+    def flush(self, slot: int, text=()) -> int:
+        return 0
+
+    def unread(self, slot: int, text) -> int:
         return 0
 
     def append(self, slot: int, features: torch.Tensor, *, skipped: int = 0) -> None:

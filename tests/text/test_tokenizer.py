@@ -25,7 +25,7 @@ from tests.text.vocabulary import (
     trained,
 )
 
-PRES = ["qwen2", "qwen35", "llama-bpe", "gpt-2", "smollm", "tekken"]
+PRES = ["qwen2", "qwen35", "llama-bpe", "gpt-2", "smollm", "tekken", "llama4"]
 TOKENIZERS = {pre: Tokenizer.from_metadata(trained(pre)[0]) for pre in PRES}
 ENDOFTEXT, IM_START, IM_END, IM_END_LONG = range(TRAINED, TRAINED + len(CONTROL))
 THINK, THINK_END, TOOL_CALL = range(TRAINED + len(CONTROL), TRAINED + len(CONTROL) + len(USER_DEFINED))

@@ -13,5 +13,6 @@ def test_sentences_of_prose_are_counted_and_code_is_not() -> None:
     text = (
         "The fox ran to the den. The fox ran to the den.\n```\nx = a + b + c\nx = a + b + c\n```\nYes. Yes."
     )
-    assert chats.most_frequent([text]) == 2
-    assert chats.most_frequent([text, "The fox ran to the den."]) == 3
+    assert chats.most_frequent([text]) == ("The fox ran to the den.", 2)
+    assert chats.most_frequent([text, "The fox ran to the den."])[1] == 3
+    assert chats.most_frequent(["Yes."]) == ("", 0)

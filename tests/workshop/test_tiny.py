@@ -12,6 +12,7 @@ from tests.convert.gguf_package import read_keys, read_tensors, read_types
 from workshop.tiny import CHAT_TEMPLATE, FAMILIES, VOCABULARY, make_tiny
 
 TENSORS = {"qwen35": 109, "qwen35moe": 76, "qwen3moe": 51, "qwen3": 47, "qwen2": 51, "llama": 39}
+TENSORS["muse-glimmer"] = 3 + 8 * 14  # no other has as many in a layer
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -23,7 +24,8 @@ def test_every_family_is_readable(family: str, mix: str, tmp_path: Path):
     assert len(tensors) == TENSORS[family]
     assert tensors["token_embd.weight"].shape == (VOCABULARY, 64)
     for name, values in tensors.items():
-        assert np.isfinite(values).all() and values.std() > 0, name
+        constant = family == "muse-glimmer" and name.endswith(("attn_q_norm.weight", "attn_k_norm.weight"))
+        assert np.isfinite(values).all() and (values.std() > 0) is not constant, name
     for name in ("blk.0.attn_norm.weight", "blk.0.ssm_norm.weight"):
         if name in tensors:
             assert abs(tensors[name].mean() - 1) < 0.2

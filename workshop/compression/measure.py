@@ -15,7 +15,7 @@ from bough.compress.scorer import Query, Scorer, never
 from bough.text.tokenizer import Tokenizer
 from workshop.compression.texts import Context, Question
 
-KEEP = (0.3, 0.2, 0.1, 0.05)
+KEEP = (0.3, 0.2, 0.15, 0.1, 0.05)  # 0.15 is the default
 DEPTHS = 10
 CHUNK, HEAD, TAIL, WINDOW, NGRAM, MOST, AROUND = 32, 8, 24, 96, 4, 8, 2  # of PFlash's rule
 

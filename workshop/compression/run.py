@@ -14,8 +14,10 @@ import torch
 from bough.cli.values import size
 from bough.compress.scorer import MixedScorer, Query, Scorer, never
 from bough.compress.words import WordScorer
+from bough.gguf.reader import GGUFFile
 from bough.memory.device import pick_device
 from bough.session.attention_scorer import AttentionScorer
+from bough.text.tokenizer import Tokenizer
 from workshop.case import RESULTS, case
 from workshop.compression.measure import DEPTHS, KEEP, Outcome, RandomScorer, measure
 from workshop.compression.texts import aggregation, contexts
@@ -44,14 +46,17 @@ class Remembered:
 
 
 def run(
-    path: Path, lengths: Sequence[int], texts: int, *, device: torch.device, seed: int = 0
+    path: Path, lengths: Sequence[int], texts: int, *, device: torch.device, seed: int, attend: bool = True
 ) -> Iterator[tuple[int, list[Row]]]:
-    """Yield the rows of each length, of `texts` texts, with the attention of the model in `path`."""
-    attention = AttentionScorer.load(path, device=device)
-    tokenizer, words = attention.tokenizer, WordScorer()
+    """Yield the rows of each length, of `texts` texts; `attend`: with the attention of a model."""
+    attention = AttentionScorer.load(path, device=device) if attend else None
+    with GGUFFile.open(path) as file:
+        tokenizer, words = Tokenizer.from_metadata(file.metadata), WordScorer()
     for length in lengths:
-        model = Remembered(attention, "attention")
-        scorers = [Remembered(MixedScorer(model, words), OURS), model, words, RandomScorer()]
+        scorers: list[Scorer] = [words, RandomScorer()]
+        model = None if attention is None else Remembered(attention, "attention")
+        if model is not None:
+            scorers = [Remembered(MixedScorer(model, words), OURS), model, *scorers]
         found: list[Outcome] = []
         for context in contexts(texts, length, tokenizer, seed=seed):
             found += measure(context, scorers, tokenizer, chunks=model)
@@ -157,10 +162,12 @@ def main(
     prompts: Annotated[int, "texts of each length"] = 8,
     context: Annotated[str, "tokens of a text: 2k,8k"] = "4k",
     seed: int = 0,
+    attend: Annotated[bool, "words alone are fast, and need the model's tokenizer only"] = True,
     figures: Annotated[Path | None, "folder for plots"] = None,
 ) -> None:
     device, head = pick_device(report.device), report.head()
-    for length, rows in run(model, list(map(size, context.split(","))), prompts, device=device, seed=seed):
+    lengths = list(map(size, context.split(",")))
+    for length, rows in run(model, lengths, prompts, device=device, seed=seed, attend=attend):
         columns, cells = table(rows)
         print(f"Facts kept of {length:,} tokens, {model.stem}")
         for cell in (columns, *cells):

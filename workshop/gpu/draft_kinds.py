@@ -1,4 +1,4 @@
-"""Times the draft call of every kind of draft beside one target: DFlash, DFlash2, DSpark, MLP, DSpine, MTP.
+"""Times the draft call of every kind of draft beside one target: DFlash and all that extend it, and MTP.
 
     python -m workshop gpu.draft_kinds --target GGUF --draft GGUF --out FILE
 
@@ -28,13 +28,17 @@ from bough.models.dflash import DFlashDraft
 from bough.models.draft_spec import DraftSpec, MarkovSpec, RefineSpec, SecondSpec
 from bough.models.measure import measured
 from bough.models.mtp import MTPBlock
+from bough.models.newest import NewestHidden
 from bough.models.spec import ModelSpec
+from bough.models.weaver import WeaverHead
+from bough.models.weaver_spec import WeaverSpec
 from bough.models.weights import TensorSource, WeightLoader
 from bough.spec.costs import StepCosts
 from bough.spec.dflash import DFlashModel
 from bough.spec.draft_model import DraftModel
 from bough.spec.mtp import MTPModel
 from bough.spec.speculator import Speculator
+from bough.spec.weaver import WeaverModel
 from bough.state.draft_ring import draft_buffers, mtp_buffers
 from bough.train.mtp_model import block_shapes
 from workshop.case import DRAFT, TARGET, case
@@ -151,13 +155,25 @@ def proposer(kind: str, target: Decoder, target_path: Path, draft_path: Path) ->
             found = replace(found, refine=RefineSpec(512, min(1024, found.width // 2)), causal=causal)
             extra = injection_shapes(found, spec.vocab_size)
         source = WithRandom(file, extra)
-        if found.refine is not None:
+        if found.refine is not None or kind == "weaver":
             with GGUFFile.open(target_path) as head:
                 target.keep_head_rows(WeightLoader(head, device=device, host_embedding=True))
         draft = loaded(
             source, device, target.dtype, lambda loader, at: DFlashDraft(found, loader, at, spec.vocab_size)
         )
-    return DFlashModel(draft, target, draft_buffers(found, max_ctx=MAX_CTX, device=device, dtype=ring))
+    model = DFlashModel(draft, target, draft_buffers(found, max_ctx=MAX_CTX, device=device, dtype=ring))
+    return with_weaver(model, target, target_path) if kind == "weaver" else model
+
+
+def with_weaver(draft: DFlashModel, target: Decoder, path: Path) -> WeaverModel:
+    """Return the draft with a head of the published size, as its second generation."""
+    width, device = target.spec.width, target.device
+    spec = WeaverSpec("random", width, 1024, 3, 16, 3072, draft.depth, 512, learned=False, rope_theta=1e4)
+    with GGUFFile.open(path) as file:
+        source = WithRandom(file, spec.shapes)
+        head = loaded(source, device, target.dtype, lambda loader, at: WeaverHead(spec, loader, at))
+        norm = WeightLoader(file, device=device).vector("output_norm.weight", width)
+    return WeaverModel(head, draft, target, NewestHidden.empty(1, width, device), final_norm=norm)
 
 
 def measure(report: Report, kind: str, target: Decoder, files: tuple[Path, Path], repeats: int) -> None:
@@ -194,7 +210,7 @@ def main(report: Report, *, target: Path = TARGET, draft: Path = DRAFT, repeats:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     with GGUFFile.open(target) as file:
         decoder = Decoder.load(file, device=device, dtype=dtype)
-    for kind in ("dflash", "dflash2", "dspark", "mlp", "dspine", "mtp"):
+    for kind in ("dflash", "dflash2", "dspark", "mlp", "dspine", "weaver", "mtp"):
         measure(report, kind, decoder, (target, draft), repeats)
         if device.type == "cuda":
             torch.cuda.empty_cache()

@@ -29,7 +29,10 @@ def on_cpu(file: "GGUFFile", spec: "ModelSpec") -> Footprint:
     expanded = sum(info.elements for name, info in file.tensors.items() if not in_mtp_block(name, spec))
     if not spec.tied_head:  # a tied head is an expanded copy beside the stored rows
         expanded -= embedding.elements
-    expanded += 3 * (spec.rope_dim // 2)  # frequencies, and axes in 64 bits
+    thetas = {layer.rope_theta for layer in spec.attention}
+    expanded += (len(thetas) + 2) * (spec.rope_dim // 2)  # frequencies, and axes in 64 bits
+    if spec.family.normed_embedding:
+        expanded += spec.width  # the weights of a norm that has none
     if spec.experts is not None and not spec.experts.shared_width:
         expanded += spec.width * len(spec.layers)  # zeros, where others have a shared expert's gate
     return _footprint(4 * expanded + embedding.nbytes, spec, 4 * spec.head_dim)

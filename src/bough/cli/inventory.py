@@ -1,12 +1,17 @@
 """The models in the hub's cache that can be run: targets, drafts, which belong together. Imports no torch."""
 
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from bough.errors import ModelFileError, ModelNotFound
 from bough.hub import catalog
 from bough.hub.cache import Cached, contents
 from bough.hub.catalog import ModelCard
 from bough.session.pairing import card_of
+from bough.text.vocabulary import vocabulary_gap
 
 DRAFT_ARCHITECTURE = "dflash"
 
@@ -32,6 +37,33 @@ class Inventory:
     def draft_of(self, card: ModelCard) -> Cached | None:
         repo = card.draft.repo.lower() if card.draft else None
         return next((draft for draft in self.drafts if draft.repo.lower() == repo), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Proposer:
+    """A model that may propose tokens for a larger one."""
+
+    name: str
+    size: int
+    vocabulary: Mapping[str, Any]  # the metadata of its tokenizer
+
+    def small_models(self, others: Sequence["Proposer"]) -> list[str]:
+        """Return those that fit, at less than half this one's size, the smallest first."""
+        small = sorted((other for other in others if 2 * other.size < self.size), key=lambda each: each.size)
+        return [each.name for each in small if vocabulary_gap(self.vocabulary, each.vocabulary) is None]
+
+
+def proposers(paths: Iterable[tuple[str, Path]]) -> list[Proposer]:
+    """Return the models among files, by their names."""
+    from bough.gguf.reader import GGUFFile
+    from bough.models.spec import FAMILIES
+
+    models = []
+    for name, path in paths:
+        with contextlib.suppress(ModelFileError, ModelNotFound), GGUFFile.open(path) as file:
+            if file.architecture in FAMILIES:
+                models.append(Proposer(name, file.size_bytes, file.metadata))
+    return models
 
 
 def inventory() -> Inventory:

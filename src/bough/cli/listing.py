@@ -8,7 +8,7 @@ import typer
 from bough.bench.cards import about_tok_s
 from bough.cli import view
 from bough.cli.completion import pulled_names
-from bough.cli.inventory import CachedTarget, Inventory, inventory
+from bough.cli.inventory import CachedTarget, Inventory, inventory, proposers
 from bough.errors import UsageError
 from bough.hub import catalog
 from bough.hub.cache import Cached
@@ -51,6 +51,7 @@ def list_models(
         "others": models.others,
         "available": _available(models),
     }
+    _add_small_models(facts["models"], models)
     for row in (*facts["built_in"], *facts["models"], *facts["available"]):
         row["fits"] = _does_fit(row["size_bytes"], memory)
         row["tok_s"] = _speed(row, device)
@@ -160,6 +161,15 @@ def _model(target: CachedTarget, models: Inventory) -> dict[str, Any]:
     }
 
 
+def _add_small_models(rows: list[dict[str, Any]], models: Inventory) -> None:
+    """Name the models that can propose tokens for those without a draft, which would be better."""
+    here = proposers((str(target.files), target.files.path) for target in models.targets)
+    by_name = {each.name: each for each in here}
+    for row in rows:
+        suits = row["draft"] is None and row["name"] in by_name
+        row["small_models"] = by_name[row["name"]].small_models(here) if suits else []
+
+
 def _draft(draft: Cached) -> dict[str, Any]:
     return {
         "name": str(draft),
@@ -241,7 +251,8 @@ def _tok_s(row: dict[str, Any]) -> str:
 
 def _state(row: dict[str, Any]) -> str:
     if row["draft"] is None:
-        return "none"
+        small = row["small_models"]
+        return f"none; on a CPU --draft {small[0]}" if small else "none"
     if row["draft"]["present"]:
         return row["draft"]["repo"]
     return f"missing: bough pull {row['card']} --draft-only"

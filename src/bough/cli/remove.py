@@ -8,7 +8,7 @@ import typer
 from bough.cli import view
 from bough.cli.inventory import inventory
 from bough.errors import ModelNotFound, UsageError
-from bough.hub.cache import Cached, of_repo, removal, unfinished
+from bough.hub.cache import Cached, encoders_of, of_repo, removal, unfinished
 from bough.hub.catalog import ModelCard
 from bough.hub.names import GGUFSet, RepoName, choose
 from bough.hub.resolve import Meaning, meaning
@@ -28,7 +28,8 @@ def remove(
 ) -> None:
     """Remove a model from the Hugging Face cache.
 
-    Other files of the same repository stay, and so does a draft that another model here uses.
+    Other files of the same repository stay, its image encoder as long as a model does, and so does a draft
+    that another model here uses.
 
     bough rm qwen3.6-27b
     """
@@ -41,9 +42,11 @@ def remove(
     leftovers = [] if files else _leftovers(meant)
     if not files and not leftovers:
         raise ModelNotFound(f"{name} is not in the Hugging Face cache", "bough list shows what is")
-    plan = removal(files) if files else None
+    encoders = encoders_of(files)
+    plan = removal([*files, *encoders]) if files else None
     size = plan.size if plan else sum(path.stat().st_size for path in leftovers)
     rows = [(str(each), view.amount(each.size)) for each in files]
+    rows += [("image encoder", f"{view.amount(each.size)}  {each.path.name}") for each in encoders]
     rows += [("unfinished download", f"{view.amount(path.stat().st_size)}  {path}") for path in leftovers]
     rows += [("kept", text) for text in staying]
     view.sections(f"Remove {name}", {f"Frees {view.amount(size)}": rows})

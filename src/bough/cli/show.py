@@ -16,6 +16,7 @@ from bough.cli import view
 from bough.cli.completion import model_names
 from bough.cli.flags import with_flags
 from bough.cli.footprint import in_mtp_block, in_native_code, on_cpu, on_gpu, stored
+from bough.cli.inventory import Proposer, inventory, proposers
 from bough.cli.options import MODEL_HELP, Draft, MaxContext, Parallel, VramLimit
 from bough.config import DraftConfig, EngineConfig, SpecConfig, environment
 from bough.errors import BoughError, DownloadFailed, ModelFileError, ModelNotFound, ResourceError, UsageError
@@ -82,6 +83,7 @@ def show(
         if card is None and facts["model"] is not None:
             card = card_of(file, meant.repo.repo if meant.repo else None)
         facts |= _card(card, file.metadata) | {"draft": _draft(file.path, card)}
+        facts["small_models"] = [] if facts["draft"] or not facts["supported"] else _small_models(file)
         if fit:
             config = EngineConfig(max_ctx=max_ctx, vram_limit=vram_limit, parallel=parallel)
             facts["fit"] = _fit(file, facts, card, config, draft)
@@ -204,6 +206,7 @@ def describe(file: "GGUFFile", source: str) -> dict[str, Any]:
         "types": _types(file),
         "model": None,
         "vectors": None,
+        "images": None,
         "stored_bytes": None,
         "memory": [],
     }
@@ -214,6 +217,7 @@ def describe(file: "GGUFFile", source: str) -> dict[str, Any]:
         facts["vectors"] = vectors and {"kind": vectors.kind, "pooling": vectors.pooling.name}
         facts["stored_bytes"] = stored(file, spec)
         facts["memory"] = _memory(file, spec, native=not _not_native(facts))
+        facts["images"] = _images(file, spec)
     except ModelFileError as error:
         facts["problems"].append(with_flags(error.message))
     facts["text"] = None
@@ -251,6 +255,14 @@ def _draft(target: Path, card: ModelCard | None) -> dict[str, Any] | None:
     return {"name": str(listed or "beside the model"), "path": None if path is None else str(path)}
 
 
+def _small_models(file: "GGUFFile") -> list[str]:
+    """Return the models in the cache and beside a file that can propose tokens for it."""
+    names = {path.resolve(): str(path) for path in sorted(file.path.parent.glob("*.gguf"))}
+    names |= {target.files.path.resolve(): str(target.files) for target in inventory().targets}
+    others = proposers((name, path) for path, name in names.items())
+    return Proposer(file.path.name, file.size_bytes, file.metadata).small_models(others)
+
+
 def _types(file: "GGUFFile") -> list[dict[str, Any]]:
     """Return the weights by type, largest first."""
     kinds = sorted({info.type for info in file.tensors.values()})
@@ -264,10 +276,20 @@ def _types(file: "GGUFFile") -> list[dict[str, Any]]:
 
 def _model(spec: "ModelSpec") -> dict[str, Any]:
     shapes = asdict(spec)
-    for key in ("architecture", "name", "family", "layers", "mtp_layers"):
+    for key in ("architecture", "name", "family", "layers", "attention", "mtp_layers"):
         del shapes[key]
     layers = {"attention": spec.attention_layers, "delta": spec.delta_layers, "mtp": spec.mtp_layers}
+    windows = [layer.window for layer in spec.attention if layer.window is not None]
+    layers |= {"sliding": len(windows), "window": max(windows, default=0)}
     return {"layers": layers, **shapes}
+
+
+def _images(file: "GGUFFile", spec: "ModelSpec") -> dict[str, Any] | None:
+    """Return the image encoder beside a model; None: it takes no images."""
+    if not spec.rope_sections:
+        return None
+    path = with_encoder(file, EngineConfig()).mmproj
+    return {"encoder": path and str(path), "size_bytes": path and path.stat().st_size}
 
 
 def _parameters(file: "GGUFFile", spec: "ModelSpec") -> dict[str, int]:
@@ -319,7 +341,7 @@ def _text(file: "GGUFFile") -> dict[str, Any]:
 def _print(facts: dict[str, Any]) -> None:
     parts: dict[str, list[tuple[str, str]]] = {"File": _file_rows(facts)}
     if facts["model"]:
-        parts["Model"] = [*_model_rows(facts["model"]), ("weights", _weights(facts))]
+        parts["Model"] = [*_model_rows(facts["model"]), ("weights", _weights(facts)), *_image_rows(facts)]
     if facts["text"]:
         parts["Text"] = _text_rows(facts["text"])
     if facts["vectors"]:
@@ -368,11 +390,11 @@ def _model_rows(model: dict[str, Any]) -> list[tuple[str, str]]:
     if parameters["active"] != parameters["total"]:
         count += f", {view.count(parameters['active'])} of them active for a token"
     depth = layers["attention"] + layers["delta"]
-    kinds = (
-        f": {layers['attention']} attention + {layers['delta']} Gated DeltaNet"
-        if delta
-        else ", all attention"
-    )
+    kinds = ", all attention"
+    if delta:
+        kinds = f": {layers['attention']} attention + {layers['delta']} Gated DeltaNet"
+    elif layers["sliding"]:
+        kinds += f", {layers['sliding']} of them to {layers['window']:,} tokens and alone with rope"
     feed_forward = f", feed-forward {model['feed_forward']}" if model["feed_forward"] else ""
     rows = [
         ("parameters", count),
@@ -406,6 +428,8 @@ def _not_native(facts: dict[str, Any]) -> str:
     """Return which weights native CPU code does not run; nothing if it runs all."""
     if facts["model"]["experts"]:
         return "of experts"
+    if facts["model"]["layers"]["sliding"]:
+        return "of models with sliding layers"
     others = [row["type"] for row in facts["types"] if row["type"] not in NATIVE_TYPES]
     return f"of type {', '.join(others)}" if others else ""
 
@@ -425,6 +449,14 @@ def _weights(facts: dict[str, Any]) -> str:
     )
 
 
+def _image_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    if facts["images"] is None:
+        return []
+    if (encoder := facts["images"]["encoder"]) is None:
+        return [("images", "with its image encoder, a file of its own (mmproj), which is not beside it")]
+    return [("images", f"{Path(encoder).name}, {view.amount(facts['images']['size_bytes'])}")]
+
+
 def _text_rows(text: dict[str, Any]) -> list[tuple[str, str]]:
     stops = ", ".join(f"{stop['token']} ({stop['id']})" for stop in text["stop_tokens"])
     return [
@@ -442,7 +474,14 @@ def _text_rows(text: dict[str, Any]) -> list[tuple[str, str]]:
 def _speculation_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     draft = facts["draft"]
     if draft is None:
-        return [("draft", "none listed: only prompt lookup proposes tokens; --draft names one")]
+        rows = [("draft", "none listed: only prompt lookup proposes tokens; --draft names one")]
+        if facts["small_models"]:
+            rows += [
+                ("small models", f"--draft {facts['small_models'][0]} on a CPU"),
+                *(("", name) for name in facts["small_models"][1:]),
+                ("", "a draft that `bough train` makes for the model is faster"),
+            ]
+        return rows
     if draft["path"] is None:
         missing = f"not on this machine: bough pull {facts['card']} --draft-only"
         return [("draft", f"{draft['name']}, {missing}")]

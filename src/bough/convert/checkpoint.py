@@ -15,7 +15,10 @@ WEIGHTS_FILE = "model.safetensors"
 _DTYPES = ("BF16", "F16", "F32")
 _FETCH_AGAIN = "the download may be incomplete: fetch the folder again"
 # Prefixes of a multimodal checkpoint's tensors that the text model does not need.
-_OTHER_MODALITIES = ("model.visual.", "visual.", "model.audio_tower.", "audio_tower.")
+_OTHER_MODALITIES = (
+    *("model.visual.", "visual.", "model.audio_tower.", "audio_tower."),
+    *("model.vision_tower.", "model.vision_adapter.", "model.vision_projection."),
+)
 # Buffers in old checkpoints that are computed from the configuration.
 _BUFFERS = (".rotary_emb.inv_freq",)
 _MISSING = object()

@@ -24,6 +24,8 @@ class ModelFamily:
     qkv_biases: bool = False
     # llama.cpp rotates adjacent pairs for llama and halves for the others
     interleaved_rope: bool = False
+    # sliding layers with rope between full ones without, and all that comes with them in Muse-Glimmer
+    sliding: bool = False
 
 
 _QWEN35 = ModelFamily("qwen35", hybrid=True, head_norms=True)
@@ -32,6 +34,7 @@ _QWEN3_MOE = ModelFamily("qwen3moe", experts=True, head_norms=True)
 _QWEN3 = ModelFamily("qwen3", head_norms=True)
 _QWEN2 = ModelFamily("qwen2", qkv_biases=True)
 _LLAMA = ModelFamily("llama", interleaved_rope=True)
+_MUSE = ModelFamily("muse-glimmer", interleaved_rope=True, sliding=True)
 _BY_CLASS = {
     "Qwen3_5ForCausalLM": _QWEN35,
     "Qwen3_5ForConditionalGeneration": _QWEN35,
@@ -41,6 +44,7 @@ _BY_CLASS = {
     "Qwen3MoeForCausalLM": _QWEN3_MOE,
     "Qwen2ForCausalLM": _QWEN2,
     "LlamaForCausalLM": _LLAMA,
+    "MuseGlimmerForConditionalGeneration": _MUSE,
 }
 _BY_TYPE = {
     "qwen3_5": _QWEN35,
@@ -51,6 +55,8 @@ _BY_TYPE = {
     "qwen3_moe": _QWEN3_MOE,
     "qwen2": _QWEN2,
     "llama": _LLAMA,
+    "muse_glimmer": _MUSE,
+    "muse_glimmer_text": _MUSE,
 }
 
 
@@ -72,6 +78,17 @@ class ExpertSizes:
     used: int
     feed_forward: int
     shared_feed_forward: int  # 0: no shared expert
+
+
+@dataclass(frozen=True, slots=True)
+class SlidingSizes:
+    """What Muse-Glimmer has beside its shapes."""
+
+    window: int
+    slides: tuple[bool, ...]  # a flag for each layer
+    query_scale: float  # of queries after their norm
+    logit_scale: float
+    logit_cap: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +116,7 @@ class ModelSizes:
     feed_forward: int
     hybrid: Hybrid | None
     experts: ExpertSizes | None
+    sliding: SlidingSizes | None
 
     @property
     def interval(self) -> int:
@@ -156,6 +174,7 @@ def read_sizes(config: HFConfig, *, mtp_layers: int = 0) -> ModelSizes:
         feed_forward=0 if family.experts else config.integer("intermediate_size"),
         hybrid=_hybrid(config, layers) if family.hybrid else None,
         experts=_experts(config, family) if family.experts else None,
+        sliding=_sliding(config, layers) if family.sliding else None,
     )
 
 
@@ -176,7 +195,7 @@ def metadata(sizes: ModelSizes) -> list[Entry]:
         ("attention.layer_norm_rms_epsilon", sizes.epsilon, None),
         ("rope.freq_base", sizes.theta, None),
     ]
-    if sizes.hybrid or sizes.family is _LLAMA:
+    if sizes.hybrid or sizes.family.interleaved_rope:
         entries.append(("rope.dimension_count", sizes.rotary_dim, None))
     if sizes.rope_sections:
         entries.append(("rope.dimension_sections", list(sizes.rope_sections), ValueType.INT32))
@@ -200,6 +219,13 @@ def metadata(sizes: ModelSizes) -> list[Entry]:
         if sizes.experts.shared_feed_forward:
             shared = sizes.experts.shared_feed_forward
             entries.append(("expert_shared_feed_forward_length", shared, None))
+    if sliding := sizes.sliding:
+        entries += [
+            ("attention.sliding_window", sliding.window, None),
+            ("attention.sliding_window_pattern", list(sliding.slides), ValueType.BOOL),
+            ("logit_scale", sliding.logit_scale, None),
+            ("final_logit_softcapping", sliding.logit_cap, None),
+        ]
     if sizes.mtp_layers:
         entries.append(("nextn_predict_layers", sizes.mtp_layers, None))
     return [(f"{sizes.family.architecture}.{key}", value, kind) for key, value, kind in entries]
@@ -233,8 +259,9 @@ def _refuse_variants(config: HFConfig) -> None:
         _refuse(
             config, f"weights quantised as {method}", "BF16, F16 or F32", "convert the original checkpoint"
         )
-    if config.get("hidden_act", "silu") != "silu":
-        _refuse(config, f"hidden_act {config.get('hidden_act')}", "silu")
+    for key in ("hidden_act", "hidden_activation"):
+        if config.get(key, "silu") != "silu":
+            _refuse(config, f"{key} {config.get(key)}", "silu")
     if config.flag("use_sliding_window", False):
         _refuse(config, "use_sliding_window true", "attention to the whole context")
 
@@ -302,6 +329,28 @@ def _hybrid(config: HFConfig, layers: int) -> Hybrid:
             config, f"{hybrid.value_heads} linear value heads", f"a multiple of {hybrid.key_heads} key heads"
         )
     return hybrid
+
+
+def _sliding(config: HFConfig, layers: int) -> SlidingSizes:
+    known = ("sliding_attention", "full_attention")
+    usual = [known[(layers - 1 - layer) % 4 == 0] for layer in range(layers)]
+    kinds, thetas = config.get("layer_types", usual), config.get("layer_rope_theta")
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
+        _refuse(config, f"layer_types {kinds}", f"{' or '.join(known)} for each of {layers} layers")
+    slides = tuple(kind == known[0] for kind in kinds)
+    if isinstance(thetas, list) and tuple(theta != 0 for theta in thetas) != slides:
+        _refuse(config, f"layer_rope_theta {thetas}", "0 for the layers of full attention, and only them")
+    if config.flag("attention_bias", False):
+        _refuse(config, "attention_bias true", "no biases")
+    if (eps := config.number("post_norm_eps", 1e-8)) != 1e-8:
+        _refuse(config, f"post_norm_eps {eps}", "1e-08, which GGUF has no key for")
+    return SlidingSizes(
+        window=config.integer("sliding_window"),
+        slides=slides,
+        query_scale=config.number("qk_scale_factor", 3.87),
+        logit_scale=config.number("output_multiplier"),
+        logit_cap=config.number("final_logit_softcapping"),
+    )
 
 
 def _experts(config: HFConfig, family: ModelFamily) -> ExpertSizes:

@@ -21,6 +21,7 @@ _CLASSES = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
     "llama": "LlamaForCausalLM",
+    "muse-glimmer": "MuseGlimmerForConditionalGeneration",
 }
 _DRAFT_HEADS, _DRAFT_KV_HEADS, _DRAFT_DIM = 32, 8, 128  # of every published DFlash draft
 
@@ -60,10 +61,13 @@ def _sizes(card: ModelCard, shape: Shape) -> ModelSizes:
         "head_dim": head_dim,
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": shape.tied,
-        "rope_theta": 500000.0 if match.architecture == "llama" else 1000000.0,
+        "rope_theta": shape.theta,
     }
     if shape.feed_forward:
         values["intermediate_size"] = shape.feed_forward
+    if shape.window:
+        values |= {"sliding_window": shape.window, "output_multiplier": (match.width / 256) ** -0.5}
+        values |= {"final_logit_softcapping": 20.0}
     if shape.delta is not None:
         key_heads, value_heads = shape.delta
         values |= {

@@ -20,10 +20,13 @@ _LETTERS = r"|[^\r\n\p{L}\p{N}]?"
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 # Pre-tokeniser regexes with llama.cpp's names for them.
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED = [f"{_LETTERS}{_UPPER}*{_LOWER}+{_CONTRACTIONS}?", f"{_LETTERS}{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"]
 PRE_TOKENISERS = {
     _CONTRACTIONS + _LETTERS + r"\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _SPACES: "qwen2",
     _CONTRACTIONS + _LETTERS + r"[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|" + _SPACES: "qwen35",
     _CONTRACTIONS + _LETTERS + r"\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _SPACES: "llama-bpe",
+    "".join(_CASED)[1:] + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _SPACES: "llama4",
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+": "gpt-2",
 }
 

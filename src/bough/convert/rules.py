@@ -31,7 +31,7 @@ def tensor_rules(sizes: ModelSizes, names: Container[str] = ()) -> list[Rule]:
         rules.append(_copied("output.weight", "lm_head.weight", embedding))
     if sizes.rope_factors:
         factors = torch.tensor(sizes.rope_factors, dtype=torch.float32)
-        rules.append(Rule("rope_freqs.weight", tuple(factors.shape), (), lambda _: factors))
+        rules.append(Rule("rope_freqs.weight", tuple(factors.shape), (), partial(_of, factors)))
     block = partial(_block, sizes, names=names)
     for layer in range(sizes.layers):
         full_attention = (layer + 1) % sizes.interval == 0
@@ -64,6 +64,10 @@ def _plus_one(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return tensors[0].float() + 1
 
 
+def _of(constant: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return constant
+
+
 def _stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack(list(tensors))
 
@@ -72,22 +76,30 @@ def _copied(name: str, source: str, shape: Shape) -> Rule:
     return Rule(name, shape, ((source, shape),), _only)
 
 
-def _norm(sizes: ModelSizes, target: str, source: str, size: int) -> Rule:
-    # Qwen3.5 checkpoints store the difference from one, GGUF files the factor itself
-    build = _plus_one if sizes.hybrid else _only
+def _norm(sizes: ModelSizes, target: str, source: str, size: int, *, centred: bool = False) -> Rule:
+    # Qwen3.5 checkpoints store the difference from one, Muse-Glimmer's of norms in blocks; GGUF files the
+    # factor itself
+    build = _plus_one if sizes.hybrid or (centred and sizes.sliding) else _only
     return Rule(f"{target}.weight", (size,), ((f"{source}.weight", (size,)),), build)
 
 
 def _block(
     sizes: ModelSizes, source: str, target: str, *, full_attention: bool, names: Container[str]
 ) -> list[Rule]:
-    rules = [_norm(sizes, target + "attn_norm", source + "input_layernorm", sizes.width)]
+    rules = [_norm(sizes, target + "attn_norm", source + "input_layernorm", sizes.width, centred=True)]
     if full_attention or sizes.hybrid is None:
         rules += _attention(sizes, source + "self_attn.", target)
     else:
         rules += _delta(sizes.hybrid, sizes.width, source + "linear_attn.", target)
-    norm = "post_attention_norm" if sizes.hybrid else "ffn_norm"
-    rules.append(_norm(sizes, target + norm, source + "post_attention_layernorm", sizes.width))
+    norms = {"post_attention": "post_attention_norm" if sizes.hybrid else "ffn_norm"}
+    if sizes.sliding:
+        norms = {
+            "post_attention": "post_attention_norm",
+            "pre_feedforward": "ffn_norm",
+            "post_feedforward": "post_ffw_norm",
+        }
+    for original, norm in norms.items():
+        rules.append(_norm(sizes, target + norm, f"{source}{original}_layernorm", sizes.width, centred=True))
     if sizes.experts is None:
         return rules + _feed_forward(source + "mlp.", target + "ffn_{}", sizes.feed_forward, sizes.width)
     return rules + _experts(sizes.experts, sizes.width, source + "mlp.", target, names=names)
@@ -110,6 +122,14 @@ def _attention(sizes: ModelSizes, source: str, target: str) -> list[Rule]:
         if sizes.family.qkv_biases:
             rules.append(_copied(f"{target}attn_{letter}.bias", name + ".bias", (rows,)))
     rules.append(_copied(target + "attn_output.weight", source + "o_proj.weight", (sizes.width, queries)))
+    if sliding := sizes.sliding:
+        gate = (queries, sizes.width)
+        rules.append(_copied(target + "attn_gate.weight", source + "gate_proj.weight", gate))
+        for letter, factor in (("q", sliding.query_scale), ("k", 1.0)):
+            constant = torch.full((sizes.head_dim,), factor)
+            rules.append(
+                Rule(f"{target}attn_{letter}_norm.weight", (sizes.head_dim,), (), partial(_of, constant))
+            )
     if sizes.family.head_norms:
         rules.append(_norm(sizes, target + "attn_q_norm", source + "q_norm", sizes.head_dim))
         rules.append(_norm(sizes, target + "attn_k_norm", source + "k_norm", sizes.head_dim))

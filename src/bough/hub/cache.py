@@ -1,6 +1,6 @@
 """Lists and removes models and drafts in the hub's shared cache. Reads no GGUF file."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 from bough.errors import BoughError, ModelNotFound, ResourceError, UnsupportedModel
 from bough.hub.download import cache_folder, snapshots
 from bough.hub.drafts import draft_files, is_draft_config
-from bough.hub.names import GGUFSet, RepoName, group
+from bough.hub.names import GGUFSet, RepoName, encoders, group, is_draft_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,19 @@ def _draft(repo: str, snapshot: Path, files: dict[str, int]) -> list[tuple[str, 
     except (ModelNotFound, UnsupportedModel):
         return []
     return [names] if is_draft_config(snapshot / names[0]) else []
+
+
+def encoders_of(models: Collection[Cached], cache: Path | None = None) -> list[Cached]:
+    """Return the image encoders that these models have and no other one of their repositories."""
+    result = {}
+    for model in models:
+        others = [each for each in of_repo(model.repo, cache) if each not in models]
+        if all(is_draft_file(each.files[0]) for each in others):
+            names = [each.relative_to(model.folder).as_posix() for each in model.folder.rglob("*.gguf")]
+            for name in encoders(names, model.files[0]):
+                size = (model.folder / name).stat().st_size
+                result[model.repo, name] = Cached(model.repo, (name,), model.folder, size)
+    return list(result.values())
 
 
 def unfinished(repo: str, cache: Path | None = None) -> list[Path]:

@@ -62,6 +62,8 @@ class Shape:
     feed_forward: int = 0  # 0 where every layer has experts
     delta: tuple[int, int] | None = None  # key heads, value heads; None: no Gated DeltaNet
     experts: tuple[int, int, int] | None = None  # how many, of which used, their width
+    theta: float = 1e6  # of rope, where there is no Gated DeltaNet
+    window: int = 0  # of the sliding layers, three of four; 0: there are none
     tied: bool = False
     draft: tuple[int, int] | None = None  # layers and feed-forward of the draft; None: there is none
 

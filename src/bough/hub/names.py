@@ -9,6 +9,7 @@ from bough.errors import ModelNotFound, UsageError
 DEFAULT_QUANT = "Q4_K_M"
 # In the config.json of a checkpoint; those of DSpark have many names.
 DRAFT_ARCHITECTURES = ("DFlashDraftModel", "DFlash2DraftModel", "DSpineDraftModel", "TreeFlashDraftModel")
+ASSISTANT = "MuseGlimmerAssistantModel"  # a DFlash draft, as transformers has it
 SITES = (
     "https://huggingface.co/",
     "http://huggingface.co/",
@@ -142,7 +143,7 @@ def encoders(files: Iterable[str], model: str) -> list[str]:
 
 def is_draft_architecture(name: object) -> bool:
     """Return whether an entry of a config's `architectures` is a draft's; those of DSpark have many names."""
-    return isinstance(name, str) and (name in DRAFT_ARCHITECTURES or "DSpark" in name)
+    return isinstance(name, str) and (name in (*DRAFT_ARCHITECTURES, ASSISTANT) or "DSpark" in name)
 
 
 def is_draft_file(name: str) -> bool:

@@ -30,6 +30,7 @@ _FAMILIES: Mapping[str, tuple[Sampling, Sampling]] = {
         Sampling(1.0, top_p=0.95, top_k=20, presence_penalty=1.5),
         Sampling(0.7, top_p=0.8, top_k=20, presence_penalty=1.5),
     ),
+    "muse-glimmer": (Sampling(1.0, top_p=0.95, top_k=64), Sampling(1.0, top_p=0.95, top_k=64)),
     "llama 3": (Sampling(0.6, top_p=0.95), Sampling(0.6, top_p=0.9)),
 }
 _ALIASES = {"qwen3moe": "qwen3", "qwen35moe": "qwen35"}

@@ -14,6 +14,7 @@ from bough.config import DraftConfig, EngineConfig
 from bough.gguf.reader import GGUFFile
 from bough.gguf.types import QuantType
 from bough.kernels.attention.records import SPLITS
+from bough.kernels.kv_cache.format import FORMATS
 from bough.kernels.quant_matmul import BUCKETS
 from bough.kernels.sampling import make_workspace
 from bough.kernels.sampling.state import SamplingState
@@ -23,15 +24,17 @@ from bough.models.decoder import Decoder
 from bough.models.dflash import PIECE, DFlashDraft, open_draft
 from bough.models.measure import META, MeasuringLoader, held_bytes
 from bough.models.mtp import MTPBlock
-from bough.models.native import packed_model_bytes, packed_tensors_bytes
+from bough.models.native import native_gap, packed_model_bytes, packed_tensors_bytes
 from bough.models.native_draft import draft_gap, packed_draft_bytes
 from bough.models.newest import NewestHidden
+from bough.models.small import is_small_model, open_small_model
 from bough.models.spec import ModelSpec, has_mtp
 from bough.models.step import SIZES, largest_padded
 from bough.models.vision_spec import REMEMBERED, VisionSpec, tower_bytes, workspace_bytes
 from bough.models.weaver import WeaverHead
 from bough.models.weaver_spec import WeaverFile
 from bough.spec.mtp import BEAMS, STEPS
+from bough.spec.small_model import SMALL_ROWS
 from bough.spec.weaver import CANDIDATES, WIDTH
 from bough.state.draft_ring import draft_buffers, mtp_buffers
 from bough.state.sequences import PAGE, SequenceStates
@@ -50,6 +53,8 @@ _SPLIT_K_BYTES = 4 * _SPLIT_K_BLOCKS * 128 * 64 * 4  # partial sums of four laun
 _MIN_CHUNK = 512  # tokens; prefill chunks are halved down to this where memory is short
 _DRAFT_QUANTS = {"q8_0": QuantType.Q8_0, "q4_k": QuantType.Q4_K, "none": None}
 _CPU = torch.device("cpu")
+# Of a small model's KV cache: its numbers never reach the text.
+SMALL_KV = (FORMATS["f16"], FORMATS["f16"])
 CPU_CHUNK = 512  # a larger chunk is no faster on a CPU, and reports progress less often
 # Tokens of a chunk on a GPU. Weights are dequantised once a chunk: 19 ms for a 27B on an H200, of 420.
 GPU_CHUNK = 4096
@@ -253,6 +258,9 @@ def _draft_need(
     if uses_mtp(config, file, spec):
         need += _mtp_need(file, spec, device_type, rings=rings, expand=expand)
     if config.speculation is not None and config.draft is not None:
+        if is_small_model(config.draft.path):
+            small = {"rings": rings, "expand": expand, "native": native}
+            return need + _small_need(file, config.draft, device_type, **small)
         need += _block_draft_need(spec, config.draft, device_type, rings=rings, expand=expand, native=native)
     return need
 
@@ -267,6 +275,27 @@ def _mtp_need(
     values += BEAMS * _attention_values(STEPS, spec.heads, spec.kv_heads, spec.head_dim) if tiles else 0
     held = {"draft": held_bytes(block), "draft context": held_bytes(buffers)}
     return _DraftNeed(held, len(block.taps), values)
+
+
+def _small_need(
+    target: GGUFFile,
+    draft: DraftConfig,
+    device_type: DeviceType,
+    *,
+    rings: Mapping[str, Any],
+    expand: bool,
+    native: bool,
+) -> _DraftNeed:
+    """Return the need of a small model: its weights, the KV cache of one text, and its states."""
+    with open_small_model(draft.path, target, device_type=device_type) as (file, spec):
+        if native and native_gap(file, spec, SMALL_KV) is None:
+            weights = packed_model_bytes(file, spec)
+        else:
+            weights = held_bytes(Decoder(spec, MeasuringLoader(file, tiles=False, expand=expand), _CPU))
+        context = min(rings["max_ctx"], spec.context_length, draft.context or spec.context_length)
+        states = _state_bytes(spec, SMALL_ROWS, rings["slots"], torch.float32)
+        kv = context * kv_bytes_per_token(spec, SMALL_KV)
+    return _DraftNeed({"draft": weights, "draft context": kv + sum(states.values())})
 
 
 def _block_draft_need(
@@ -375,7 +404,7 @@ def prefill_bytes(spec: ModelSpec, chunk: int, taps: int = 0, *, int8: bool = Fa
     inner = max(spec.feed_forward, spec.experts.shared_width if spec.experts else 0)
     stages = [4 * 2 * inner + 2 * inner + 4 * width]
     stages[0] += _expert_bytes(spec)  # the shared expert's output waits for theirs
-    query = spec.heads * spec.head_dim * (2 if spec.family.gated_query else 1)
+    query = spec.heads * spec.head_dim * (2 if spec.gated else 1)
     qkv = query + 2 * spec.kv_heads * spec.head_dim
     heads = 4 * spec.heads * spec.head_dim
     # Queries, those scaled in 16 bits, and the output.

@@ -12,7 +12,7 @@ from bough.gguf.quants import check_decodable
 from bough.gguf.reader import GGUFFile
 from bough.kernels.causal_conv import ConvRows, conv_index
 from bough.kernels.delta_rule import DeltaRows, tree_order
-from bough.kernels.norm_rope import add_rms_norm, rope_angles
+from bough.kernels.norm_rope import add_rms_norm, rms_norm, rope_angles
 from bough.kernels.quant_matmul import ROW_BLOCK, Layout, PackedRows, PackedWeight, Unfinished
 from bough.kernels.slot_mapping import SlotMapping, slot_mapping
 from bough.models.layers import (
@@ -24,6 +24,7 @@ from bough.models.layers import (
     Mixer,
     Norm,
     by_sequence,
+    finished,
     in_stream,
     takes_packed,
 )
@@ -100,7 +101,7 @@ class Block:
         block = f"blk.{index}"
         mixer_norm = loader.vector(f"{block}.attn_norm.weight", spec.width)
         kind = Attention if spec.layers[index] == "attention" else GatedDelta
-        self._mixer: Mixer = kind(spec, loader, block)
+        self._mixer: Mixer = kind(spec, loader, index)
         ffn_norm = loader.vector(f"{block}.{spec.family.feed_forward_norm}.weight", spec.width)
         self._ffn: FeedForward | Experts
         if spec.experts is not None:
@@ -109,7 +110,12 @@ class Block:
             self._ffn = FeedForward(loader, block, width=spec.width, inner=spec.feed_forward)
         self.norm = Norm(mixer_norm, spec.eps, self._mixer.takes_packed)
         self._ffn_norm = Norm(ffn_norm, spec.eps, self._ffn.takes_packed)
-        self._mixer.fused = self._ffn_norm.pack
+        self._closing: Sequence[Tensor] = ()  # norms of what the mixer and the feed-forward layer return
+        self._closing_eps = spec.family.closing_eps
+        if self._closing_eps:
+            names = ("post_attention_norm", "post_ffw_norm")
+            self._closing = [loader.vector(f"{block}.{name}.weight", spec.width) for name in names]
+        self._mixer.fused = self._ffn_norm.pack and not self._closing
 
     @property
     def routed(self) -> Sequence[Any]:
@@ -131,10 +137,16 @@ class Block:
         `fused`: the next norm packs its rows, and can complete the output.
         """
         residual, rows = self.norm(x, add)
-        mixed = self._mixer(rows, context, buffers)
+        mixed = self._closed(self._mixer(rows, context, buffers), 0)
         x, rows = self._ffn_norm(residual, mixed)
-        out = self._ffn.unfinished(rows) if fused else self._ffn(rows)
-        return residual, x, in_stream(out, context.batch)
+        out = self._ffn.unfinished(rows) if fused and not self._closing else self._ffn(rows)
+        return residual, x, self._closed(in_stream(out, context.batch), 1)
+
+    def _closed(self, out: Tensor | Unfinished, half: int) -> Tensor | Unfinished:
+        if not self._closing:
+            return out
+        assert isinstance(out, Tensor), "partial sums under a norm of their own"
+        return rms_norm(out, self._closing[half], self._closing_eps)
 
 
 class Decoder:
@@ -156,8 +168,18 @@ class Decoder:
         self._head_table: Embedding | None = (
             self.embed if spec.tied_head else None
         )  # the head's rows by token
-        self._frequencies = rope_frequencies(spec, loader, device)
-        self._axes = torch.tensor(spec.rope_axes, device=device)
+        self._prepare(spec, loader)
+
+    def _prepare(self, spec: ModelSpec, loader: WeightLoader) -> None:
+        """Make what all layers share, and no file has as it is used."""
+        thetas = dict.fromkeys(layer.rope_theta for layer in spec.attention)
+        self._frequencies = {
+            theta: rope_frequencies(spec, loader, self.device, theta=theta) for theta in thetas
+        }
+        self._axes = torch.tensor(spec.rope_axes, device=self.device)
+        self._embedding_norm: Tensor | None = None
+        if spec.family.normed_embedding:
+            self._embedding_norm = torch.ones(spec.width, device=self.device)
 
     @classmethod
     def load(
@@ -234,16 +256,17 @@ class Decoder:
         layers = self._forward(step, lambda: buffers, taps, None, pack=pack, features=features)
         hidden, features = _to_end(layers)
         logits = self._head(hidden, exact=True, into=None if into is None else into.logits)
-        return features, by_sequence((logits,), len(step.tokens))[0]
+        return features, by_sequence((finished(logits, self.spec.logits),), len(step.tokens))[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [..., vocabulary] of hidden [..., width]."""
-        return self._head(hidden, exact=True)
+        return finished(self._head(hidden, exact=True), self.spec.logits)
 
     def draft_logits(self, hidden: Tensor) -> Tensor:
-        """Return the same for a draft, whose numbers never reach the text; -inf after its shortlist."""
+        """Return the head's output for a draft, which has a scale and a cap of its own; -inf after its
+        shortlist."""
         if self._draft_head is None:
-            return self.logits(hidden)
+            return self._head(hidden, exact=True)
         partial = self._draft_head(hidden, exact=True)
         logits = partial.new_full((*partial.shape[:-1], self.spec.vocab_size), -torch.inf)
         logits[..., : partial.shape[-1]] = partial
@@ -307,6 +330,8 @@ class Decoder:
     def _embedded(self, step: Step) -> Tensor:
         """Return what enters the first layer [B, T, width]: embeddings of tokens, and rows of images."""
         x = self.embed(step.tokens)
+        if self._embedding_norm is not None:
+            x = rms_norm(x, self._embedding_norm, self.spec.eps)
         if (images := step.images) is not None:
             x = x.index_copy(1, images.rows, images.embeddings.to(x.dtype)[None])
         return x
@@ -315,7 +340,9 @@ class Decoder:
         positions = step.rope_positions(buffers.offsets)
         if step.images is not None:
             positions = positions[self._axes].movedim(0, -1)  # [B, T, R/2]
-        cos, sin = rope_angles(positions, self._frequencies)
+        ropes = {
+            theta: rope_angles(positions, frequencies) for theta, frequencies in self._frequencies.items()
+        }
         page = next((b.keys.page for b in buffers.layers if isinstance(b, AttentionBuffers)), 1)
         tables = (buffers.lengths, buffers.page_table, buffers.pending.path, buffers.pending.count)
         ragged = {"first": step.first, "spare_page": buffers.spare_page}
@@ -334,8 +361,7 @@ class Decoder:
         return ForwardContext(
             batch=len(step.tokens),
             slots=step.slots,
-            cos=cos,
-            sin=sin,
+            ropes=ropes,
             ancestors=step.ancestors,
             first=step.first,
             conv=conv,
@@ -359,10 +385,14 @@ def _to_end(parts: Generator[None, None, Result]) -> Result:
         return end.value
 
 
-def rope_frequencies(spec: ModelSpec, loader: WeightLoader, device: torch.device | str = "cpu") -> Tensor:
-    """Return the angles [rope_dim / 2] by which a position turns the pairs of a head."""
+def rope_frequencies(
+    spec: ModelSpec, loader: WeightLoader, device: torch.device | str = "cpu", *, theta: float
+) -> Tensor:
+    """Return the angles [rope_dim / 2] by which a position turns the pairs of a head; 0 for a theta of 0."""
     pairs = torch.arange(spec.rope_dim // 2, dtype=torch.float32, device=device)
-    frequencies = spec.rope_theta ** (-2 * pairs / spec.rope_dim) / spec.rope_factor
+    if not theta:
+        return torch.zeros_like(pairs)
+    frequencies = theta ** (-2 * pairs / spec.rope_dim) / spec.rope_factor
     if loader.has("rope_freqs.weight"):  # Llama 3's stretched low frequencies
         factors = loader.vector("rope_freqs.weight", len(pairs))
         frequencies = frequencies.to(factors.device) / factors  # a loader that only measures has no values

@@ -229,7 +229,7 @@ def open_draft(
         with GGUFFile.open(path) as file:
             depth = len(target.layers)
             spec = DraftSpec.from_gguf(file, causal=causal, target_depth=depth)
-            spec = spec.with_heads(file.tensors, causal=causal)
+            spec = spec.with_heads(file.tensors, causal=causal).with_logits(target)
             spec.check_target(target)
             spec.check_tensors(file.tensors, target, str(path))
             yield spec, file
@@ -239,7 +239,7 @@ def open_draft(
         read_config(config), source=str(config), target_depth=len(target.layers), causal=causal
     )
     source = SafetensorsSource(weights, quant=quant)
-    spec = spec.with_heads(source.tensors, causal=causal)
+    spec = spec.with_heads(source.tensors, causal=causal).with_logits(target)
     spec.check_target(target)
     spec.check_tensors(source.tensors, target, str(weights))
     yield spec, source

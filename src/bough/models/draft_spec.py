@@ -9,7 +9,7 @@ from typing import Any, Literal
 from bough.errors import ModelFileError, UnsupportedModel
 from bough.gguf.header import TensorInfo, shorten
 from bough.gguf.reader import GGUFFile
-from bough.hub.names import DRAFT_ARCHITECTURES, is_draft_architecture
+from bough.hub.names import ASSISTANT, DRAFT_ARCHITECTURES, is_draft_architecture
 from bough.models.spec import ModelSpec
 
 log = logging.getLogger(__name__)
@@ -224,6 +224,12 @@ class DraftSpec:
             if name not in names and name not in SHARED_TENSORS:
                 raise unknown_tensor(source, name, layers=len(self.layers))
 
+    def with_logits(self, target: ModelSpec) -> "DraftSpec":
+        """Return the spec with the target's scale and cap of logits, where the file says neither."""
+        if (self.output_multiplier, self.softcap) != (1.0, 0.0):
+            return self
+        return replace(self, output_multiplier=target.logits.scale, softcap=target.logits.cap)
+
     def _mismatch(self, key: str, seen: Any, needed: str) -> UnsupportedModel:
         return _mismatch(self.source, key, seen, needed)
 
@@ -251,6 +257,8 @@ class DraftSpec:
         heads, width = keys.whole("num_attention_heads"), keys.whole("hidden_size")
         for key in _CAUSAL:
             causal = keys.flag(key) if causal is None else causal
+        if causal is None and config.get("architectures") == [ASSISTANT]:
+            causal = False  # transformers' class has no flag for it
         taps = keys.layer_ids("target_layer_ids")
         if taps is None and (after := keys.layer_ids("aux_hidden_state_layer_ids", low=1)) is not None:
             taps = [layer - 1 for layer in after]
@@ -302,8 +310,6 @@ class DraftSpec:
             "dflash.rope.scaling.type": "none",
             "dflash.hidden_activation": "silu",
             "dflash.embedding_scale": 1.0,
-            "dflash.logit_scale": 1.0,
-            "dflash.final_logit_softcapping": 0.0,
         }
         for key, needed in fixed.items():
             if file.metadata.get(key) not in (None, needed):
@@ -332,6 +338,8 @@ class DraftSpec:
             block_size=keys.whole("dflash.block_size"),
             taps=tuple(layer - 1 for layer in taps),
             mask_id=keys.whole(mask, low=0),
+            output_multiplier=keys.number("dflash.logit_scale", 1.0),
+            softcap=keys.number("dflash.final_logit_softcapping", 0.0, zero=True),
             vocab_size=keys.optional("dflash.vocab_size") or (len(tokens) if type(tokens) is list else None),
             second=_second(keys, "dflash.") if "dflash.selector_rank" in file.metadata else None,
             from_anchor=keys.flag("dflash.sample_from_anchor"),

@@ -1,6 +1,6 @@
 """The layers of a decoder block: attention, Gated DeltaNet, feed-forward, experts. They own no state."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from bough.kernels.attention import PagedContext, chunk_attention, paged_attention
+from bough.kernels.attention import SINKS, PagedContext, chunk_attention, paged_attention
 from bough.kernels.causal_conv import ConvRows, ConvWeights, chunk_heads, tree_conv
 from bough.kernels.delta_rule import DeltaRows, fold_path, slot_delta, tree_delta
 from bough.kernels.experts import ExpertStack, combine, expert_matmul, route_rows
 from bough.kernels.experts import reference as plain_experts
 from bough.kernels.norm_rope import add_rms_norm, cache_heads, gated_rms_norm, silu_mul, silu_rows
 from bough.kernels.quant_matmul import PackedRows, PackedWeight, Unfinished, pack_rows
-from bough.models.spec import ModelSpec
+from bough.models.spec import LogitSpec, ModelSpec
 from bough.models.step import AttentionBuffers, DeltaBuffers, Pending
 from bough.models.weights import Matrix, Projections, WeightLoader
 
@@ -26,8 +26,7 @@ class ForwardContext:
 
     batch: int  # B: of equally many rows each, or 1 for ragged rows
     slots: Tensor  # [S]
-    cos: Tensor  # [B, T, 1, rope/2]
-    sin: Tensor
+    ropes: Mapping[float, tuple[Tensor, Tensor]]  # of each theta: cos and sin [B, T, 1, rope/2]
     ancestors: Tensor | None  # [B, T] bits, for a tree; None for a chunk
     first: Tensor | None  # [S + 1] first row of each sequence, for ragged rows
     conv: ConvRows | None  # for delta layers, where a chunk has no tree rows
@@ -36,7 +35,7 @@ class ForwardContext:
     lengths: Tensor  # [S]
     pages: Tensor  # [B * T] slot mapping of the rows in the KV cache: the page,
     offsets: Tensor  # [B * T] and the offset in it
-    window: int | None  # tokens that a row attends to; None for a chunk: all
+    window: int | None  # tokens that a row attends to where the layer has no window; None for a chunk: all
     span: int  # tokens of the longest sequence including a chunk's rows; 0 for a tree
     pending: Pending  # of these slots only; P path rows, the first `count` to be committed
 
@@ -59,6 +58,13 @@ def by_sequence(parts: Iterable[Tensor], batch: int) -> list[Tensor]:
 def in_stream(out: Tensor | Unfinished, batch: int) -> Tensor | Unfinished:
     """Return a layer's output as the norm takes it that adds it to the residual stream."""
     return out if isinstance(out, Unfinished) else by_sequence([out], batch)[0]
+
+
+def finished(logits: Tensor, spec: LogitSpec) -> Tensor:
+    """Return the head's output, which it overwrites, as it is sampled."""
+    if spec.scale != 1:
+        logits.mul_(spec.scale)
+    return logits.div_(spec.cap).tanh_().mul_(spec.cap) if spec.cap else logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,15 +92,18 @@ class Mixer(Protocol):
 
 
 class Attention:
-    """Grouped-query attention; with query/key norms, biases and an output gate where the family has them."""
+    """Grouped-query attention; with query/key norms, biases, a window, no rope and an output gate where the
+    layer has them."""
 
-    def __init__(self, spec: ModelSpec, loader: WeightLoader, block: str):
-        self._spec = spec
-        width, kv = spec.width, spec.kv_heads * spec.head_dim
-        query = spec.heads * spec.head_dim * (2 if spec.family.gated_query else 1)
-        names = [f"{block}.attn_{part}.weight" for part in "qkv"]
-        self._qkv = loader.projections(names, [query, kv, kv], width)
-        self._out = loader.projections([f"{block}.attn_output.weight"], [width], spec.heads * spec.head_dim)
+    def __init__(self, spec: ModelSpec, loader: WeightLoader, index: int):
+        self._spec, self._layer, block = spec, spec.attention[index], f"blk.{index}"
+        width, query, kv = spec.width, spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+        parts = {"q": 2 * query if spec.family.gated_query else query, "k": kv, "v": kv}
+        if spec.family.output_gate:
+            parts["gate"] = query
+        names = [f"{block}.attn_{part}.weight" for part in parts]
+        self._qkv = loader.projections(names, list(parts.values()), width)
+        self._out = loader.projections([f"{block}.attn_output.weight"], [width], query)
         self.fused = False
         self.takes_packed, self._out_takes_packed = takes_packed(self._qkv), takes_packed(self._out)
         self._norms: list[Tensor | None] = [None, None]
@@ -109,20 +118,26 @@ class Attention:
     ) -> Tensor | Unfinished:
         """Return [B, T, width] of normed x [B, T, width]."""
         spec = self._spec
-        q, k, v = by_sequence(self._qkv(x), context.batch)
-        gate = None
+        q, k, v, *gates = by_sequence(self._qkv(x), context.batch)
         if spec.family.gated_query:
             q, gate = q.unflatten(-1, (spec.heads, 2 * spec.head_dim)).split(spec.head_dim, -1)
         else:
-            q = q.unflatten(-1, (spec.heads, spec.head_dim))
+            q, *gates = (part.unflatten(-1, (spec.heads, spec.head_dim)) for part in (q, *gates))
+            gate = gates[0] if gates else None
         k, v = (part.unflatten(-1, (spec.kv_heads, spec.head_dim)) for part in (k, v))
         # Rows are read back from the KV cache, so that a tree's row and a committed token give equal results.
         keys, values = buffers.keys, buffers.values
         cache: dict[str, Any] = {"keys": keys, "values": values, "pages": context.pages}
         cache |= {"offsets": context.offsets, "interleaved": spec.family.rope_interleaved}
-        q = cache_heads(q, k, v, self._norms, spec.eps, context.cos, context.sin, **cache)
-        tables = (context.page_table, context.lengths, context.ancestors, context.first, context.window)
-        paged = PagedContext(keys, values, *tables)
+        q = cache_heads(q, k, v, self._norms, spec.eps, *context.ropes[self._layer.rope_theta], **cache)
+        tables = (context.page_table, context.lengths, context.ancestors, context.first)
+        # A window that the model was trained with has no sinks; the user's is for the other layers.
+        sliding = self._layer.window is not None
+        paged = PagedContext(
+            *(keys, values, *tables),
+            window=self._layer.window if sliding else context.window,
+            sinks=0 if sliding else SINKS,
+        )
         if context.ancestors is None:
             out = chunk_attention(q, paged, span=context.span, gate=gate).flatten(-2)
         else:
@@ -135,8 +150,9 @@ class Attention:
 class GatedDelta:
     """Gated DeltaNet: a short convolution, the gated delta rule, a gated norm."""
 
-    def __init__(self, spec: ModelSpec, loader: WeightLoader, block: str):
+    def __init__(self, spec: ModelSpec, loader: WeightLoader, index: int):
         assert spec.delta is not None
+        block = f"blk.{index}"
         self._delta = delta = spec.delta
         self._eps = spec.eps
         heads = delta.value_heads

@@ -54,6 +54,8 @@ def native_gap(
         return reason
     if spec.experts is not None:
         return f"{spec.architecture} has experts"
+    if spec.family.sliding:
+        return f"{spec.architecture} has sliding layers"
     if window is not None:
         return "`window` is set"
     for format in kv:
@@ -180,7 +182,7 @@ class NativeDecoder:
         if not spec.tied_head:
             self._embedding = loader.packed_matrix("token_embd.weight", spec.vocab_size, spec.width)
         self._layers = (Layer * len(spec.layers))(*(self._layer(loader, i) for i in range(len(spec.layers))))
-        self._frequencies = rope_frequencies(spec, loader)
+        self._frequencies = rope_frequencies(spec, loader, theta=spec.rope_theta)
         self._axes = torch.tensor(spec.rope_axes)
         self._model = self._described(loader, mode)
         self._scratch = torch.empty(

@@ -20,6 +20,9 @@ _GLOBAL = {
     "fc.weight": "fc.weight",
     "hidden_norm.weight": "enc.output_norm.weight",
     "norm.weight": "output_norm.weight",
+    # As transformers names the drafts that it has classes for.
+    "encoder.fc.weight": "fc.weight",
+    "encoder.output_norm_enc.weight": "enc.output_norm.weight",
     # Copies of the target's tensors that other tools leave in a checkpoint.
     "embed_tokens.weight": "token_embd.weight",
     "lm_head.weight": "output.weight",

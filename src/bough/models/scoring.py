@@ -1,6 +1,6 @@
 """The part of a model that scores a prompt: its first layers, and queries and keys of some in the middle."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -34,9 +34,12 @@ def scoring_layers(spec: ModelSpec) -> tuple[int, ...]:
     count = len(spec.layers)
     if known := MEASURED.get((spec.architecture, spec.width, count)):
         return known
-    attention = [index for index, kind in enumerate(spec.layers) if kind == "attention"]
+    layers = enumerate(zip(spec.layers, spec.attention, strict=True))
+    attention = [index for index, (kind, layer) in layers if kind == "attention" and layer.window is None]
     if not attention:
-        raise UnsupportedModel(f"{spec.name} has no attention layer, so that it cannot score a prompt")
+        raise UnsupportedModel(
+            f"{spec.name} has no layer that attends to its whole context, so that it cannot score a prompt"
+        )
     middle = tuple(index for index in attention if count <= 3 * index < 2 * count)
     return middle or (min(attention, key=lambda index: abs(2 * index - count)),)
 
@@ -54,7 +57,7 @@ class _ScoringLayer:
 
     def __init__(self, spec: ModelSpec, loader: WeightLoader, index: int):
         block, width, dim = f"blk.{index}", spec.width, spec.head_dim
-        self._spec = spec
+        self._spec, self._theta = spec, spec.attention[index].rope_theta
         self._norm = loader.vector(f"{block}.attn_norm.weight", width)
         query = spec.heads * dim * (2 if spec.family.gated_query else 1)
         self._query = loader.projections([f"{block}.attn_q.weight"], [query], width)
@@ -63,9 +66,11 @@ class _ScoringLayer:
         if spec.family.query_key_norm:
             self._norms = [loader.vector(f"{block}.attn_{part}_norm.weight", dim) for part in "qk"]
 
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, *, queries: bool) -> LayerHeads:
+    def __call__(
+        self, x: Tensor, ropes: Mapping[float, tuple[Tensor, Tensor]], *, queries: bool
+    ) -> LayerHeads:
         """Return the heads of the residual stream x [1, T, width] before the layer."""
-        spec = self._spec
+        spec, (cos, sin) = self._spec, ropes[self._theta]
         x = rms_norm(x, self._norm, spec.eps)
         k = self._key(x)[0].unflatten(-1, (spec.kv_heads, spec.head_dim))
         keys = self._turned(k, self._norms[1], cos, sin)
@@ -130,7 +135,11 @@ def unloaded_scoring(
 
 def _held(spec: ModelSpec, last: int) -> ModelSpec:
     """Return the layers of the buffers, which need at least one with attention for their pages."""
-    return replace(spec, layers=spec.layers[: last if "attention" in spec.layers[:last] else last + 1])
+    return _cut(spec, last if "attention" in spec.layers[:last] else last + 1)
+
+
+def _cut(spec: ModelSpec, count: int) -> ModelSpec:
+    return replace(spec, layers=spec.layers[:count], attention=spec.attention[:count])
 
 
 class NativeScoringDecoder:
@@ -150,19 +159,20 @@ class NativeScoringDecoder:
         self.device, self.layouts = torch.device("cpu"), set[Layout]()
         self.layers = tuple(sorted(layers))
         # The head is not used: the embedding is there anyway.
-        below = replace(spec, layers=spec.layers[:last], tied_head=True)
+        below = replace(_cut(spec, last), tied_head=True)
         self._below = NativeDecoder(below, NativeLoader(file, library, progress=progress))
         loader = WeightLoader(file, device=self.device)
         self._scoring = [_ScoringLayer(spec, loader, index) for index in self.layers]
-        self._frequencies = rope_frequencies(spec, loader)
+        theta = spec.rope_theta  # of all layers: native code runs no others
+        self._frequencies = {theta: rope_frequencies(spec, loader, theta=theta)}
 
     def heads(self, step: Step, buffers: Buffers, *, queries: bool = True) -> list[LayerHeads]:
         taps = [index - 1 for index in self.layers]
         features = self._below.forward(step, buffers, taps=taps).features
-        cos, sin = rope_angles(step.positions, self._frequencies)
+        ropes = {theta: rope_angles(step.positions, each) for theta, each in self._frequencies.items()}
         streams = features.split(self.spec.width, -1)
         layers = zip(self._scoring, streams, strict=True)
-        return [layer(x, cos, sin, queries=queries) for layer, x in layers]
+        return [layer(x, ropes, queries=queries) for layer, x in layers]
 
 
 class ScoringDecoder(Decoder):
@@ -179,19 +189,19 @@ class ScoringDecoder(Decoder):
         self.embed = loader.embedding("token_embd.weight", spec.vocab_size, spec.width)
         self._blocks = [Block(spec, loader, index) for index in range(last)]
         self._scoring = {index: _ScoringLayer(spec, loader, index) for index in self.layers}
-        self._frequencies = rope_frequencies(spec, loader, device)
+        self._prepare(spec, loader)
 
     def heads(self, step: Step, buffers: Buffers, *, queries: bool = True) -> list[LayerHeads]:
         context = self._context(step, buffers)
-        x, add = self.embed(step.tokens), None
-        angles, masses = (context.cos, context.sin), []
+        x, add = self._embedded(step), None
+        masses = []
         for index, (block, layer) in enumerate(zip(self._blocks, buffers.layers, strict=False)):
             before, x, add = block(x, add, context, layer, fused=False)
             if index in self._scoring:
-                masses.append(self._scoring[index](before, *angles, queries=queries))
+                masses.append(self._scoring[index](before, context.ropes, queries=queries))
         assert isinstance(add, Tensor), "no partial sums were asked for"
         buffers.pending.count.index_fill_(0, step.slots, 0)
-        return [*masses, self._scoring[self.layers[-1]](x + add, *angles, queries=queries)]
+        return [*masses, self._scoring[self.layers[-1]](x + add, context.ropes, queries=queries)]
 
 
 def attention_mass(queries: Tensor, keys: Tensor) -> Tensor:

@@ -23,6 +23,10 @@ class Family:
     experts: bool = False
     shared_expert: bool = False  # one that every row takes, beside the routed experts
     feed_forward_norm: str = "ffn_norm"
+    output_gate: bool = False  # attn_gate, of its own input rows, gates the attention's output
+    sliding: bool = False  # some layers attend to the newest tokens alone, and only they have rope
+    normed_embedding: bool = False  # by a norm without weights
+    closing_eps: float = 0.0  # of the norms of what attention and feed-forward return; 0: there are none
 
 
 FAMILIES = {
@@ -41,6 +45,14 @@ FAMILIES = {
     "qwen3": Family(query_key_norm=True),
     "qwen2": Family(),
     "llama": Family(rope_interleaved=True),
+    "muse-glimmer": Family(
+        query_key_norm=True,
+        rope_interleaved=True,
+        output_gate=True,
+        sliding=True,
+        normed_embedding=True,
+        closing_eps=1e-8,
+    ),
 }
 
 
@@ -63,6 +75,22 @@ class DeltaSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerAttention:
+    """What differs between the attention of one layer and another's."""
+
+    rope_theta: float  # 0: its heads are the same at every position
+    window: int | None = None  # the newest tokens that a row attends to, itself included; None: all
+
+
+@dataclass(frozen=True, slots=True)
+class LogitSpec:
+    """What the head's output becomes before it is sampled: cap * tanh(scale * x / cap)."""
+
+    scale: float = 1.0
+    cap: float = 0.0  # 0: none
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertSpec:
     count: int
     used: int
@@ -76,6 +104,7 @@ class ModelSpec:
     name: str
     family: Family
     layers: tuple[LayerKind, ...]  # without MTP blocks
+    attention: tuple[LayerAttention, ...]  # of each of them, read where it has attention
     mtp_layers: int
     width: int
     feed_forward: int  # 0 where every layer has experts
@@ -92,6 +121,12 @@ class ModelSpec:
     tied_head: bool
     delta: DeltaSpec | None
     experts: ExpertSpec | None
+    logits: LogitSpec = LogitSpec()
+
+    @property
+    def gated(self) -> bool:
+        """Return whether the attention's output is multiplied by a gate as wide as it."""
+        return self.family.gated_query or self.family.output_gate
 
     @property
     def attention_layers(self) -> int:
@@ -164,6 +199,7 @@ class ModelSpec:
             name=file.get("general.name", str, "") or file.path.stem,
             family=family,
             layers=layers,
+            attention=_attention(keys, family, len(layers)),
             mtp_layers=mtp,
             width=width,
             feed_forward=0 if family.experts else keys.count("feed_forward_length"),
@@ -180,6 +216,7 @@ class ModelSpec:
             tied_head="output.weight" not in file.tensors,
             delta=_delta(keys) if family.hybrid else None,
             experts=_experts(keys, family) if family.experts else None,
+            logits=_logits(keys) if family.sliding else LogitSpec(),
         )
 
 
@@ -241,6 +278,37 @@ def _layers(keys: _Keys, family: Family) -> tuple[tuple[LayerKind, ...], int]:
     if depth < interval:
         raise keys.unsupported("block_count", f"at least {interval} layers, one of them with attention")
     return tuple("delta" if (i + 1) % interval else "attention" for i in range(depth)), mtp
+
+
+def _attention(keys: _Keys, family: Family, depth: int) -> tuple[LayerAttention, ...]:
+    theta = keys.positive("rope.freq_base", 10000.0)
+    if not family.sliding:
+        return (LayerAttention(theta),) * depth
+    window = keys.count("attention.sliding_window")
+    near = LayerAttention(keys.positive("rope.freq_base_swa", theta), window)
+    return tuple(near if slides else LayerAttention(0.0) for slides in _sliding(keys, depth))
+
+
+def _sliding(keys: _Keys, depth: int) -> list[bool]:
+    """Return which layers slide: by a flag for each, or all but every n-th."""
+    key = "attention.sliding_window_pattern"
+    flags = keys.file.metadata.get(f"{keys.prefix}.{key}")
+    if not isinstance(flags, list):
+        period = keys.count(key, default=4)
+        if not period:
+            raise keys.unsupported(key, "a positive number, or a flag for each layer")
+        return [(layer + 1) % period != 0 for layer in range(depth)]
+    if len(flags) != depth or not all(isinstance(flag, bool) for flag in flags):
+        raise keys.unsupported(key, f"a flag for each of {depth} layers")
+    return flags
+
+
+def _logits(keys: _Keys) -> LogitSpec:
+    cap = keys.file.get(f"{keys.prefix}.final_logit_softcapping", float, 0.0)
+    return LogitSpec(
+        scale=keys.positive("logit_scale", 1.0),
+        cap=keys.positive("final_logit_softcapping") if cap else 0.0,
+    )
 
 
 def _rope_factor(keys: _Keys) -> float:

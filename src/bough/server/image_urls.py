@@ -14,7 +14,7 @@ from bough.images.opening import ImageLimits
 from bough.images.parts import refuse_fetching
 
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")  # the last four bytes are an IPv4 address
-_LOCAL_NAT64 = ipaddress.ip_network("64:ff9b:1::/48")  # any of them may be
+_UNICAST = ipaddress.ip_network("2000::/3")  # outside it are other forms of IPv4, and what is local
 _PORTS = {"http": 80, "https": 443}
 
 
@@ -33,7 +33,7 @@ def is_public(text: str) -> bool:
             inner = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
         if inner is not None:
             return is_public(str(inner))
-        if address.is_site_local or address in _LOCAL_NAT64:
+        if address not in _UNICAST:
             return False
     return address.is_global and not address.is_multicast
 

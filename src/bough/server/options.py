@@ -249,12 +249,14 @@ _GRAMMARS: Mapping[str, Callable[[Any, str], Grammar | None]] = {
 }
 # Settings of vLLM that do not change which texts are valid here.
 _STRUCTURED_IGNORED = ("disable_fallback", "disable_any_whitespace")
-# Fields of other servers that constrain the text and are not supported: refused, never ignored.
+# Fields of other servers that change the text and are not supported: refused, never ignored.
 _UNSUPPORTED = (
     "allowed_token_ids",
     "bad_words",
     "grammar_lazy",
     "guided_whitespace_pattern",
+    "image_data",
+    "images",
     "include_stop_str_in_output",
     "logits_processors",
 )

@@ -10,7 +10,7 @@ from torch import Tensor
 from bough.config import DraftConfig, EngineConfig, SpecConfig
 from bough.engine.engine import Engine
 from bough.gguf.reader import GGUFFile
-from bough.memory.estimate import draft_quant, ring_dtype, uses_mtp
+from bough.memory.estimate import SMALL_KV, draft_quant, ring_dtype, uses_mtp
 from bough.memory.planner import MemoryPlan
 from bough.models.decoder import Decoder, Target
 from bough.models.dflash import DFlashDraft, open_draft
@@ -29,10 +29,11 @@ from bough.spec.drafter import Drafter, NoDrafter
 from bough.spec.mixed import MixedModel
 from bough.spec.mtp import MTPModel
 from bough.spec.policy import EAGER_SIZES
+from bough.spec.small_model import SMALL_ROWS, SmallModel
 from bough.spec.speculator import Speculator
 from bough.spec.weaver import WeaverModel
 from bough.state.draft_ring import draft_buffers, mtp_buffers
-from bough.state.sequences import CacheConfig
+from bough.state.sequences import CacheConfig, SequenceStates
 
 if TYPE_CHECKING:
     from bough.kernels.runtime.ahead import CompileAhead
@@ -76,6 +77,30 @@ def draft_model(draft: DFlashDraft, config: DraftConfig, target: Target, plan: M
         draft.spec, max_ctx=plan.max_ctx, context=config.context, slots=plan.sequences, **options
     )
     return DFlashModel(draft, target, buffers)
+
+
+def small_model(
+    model: Target, config: EngineConfig, target: Target, plan: MemoryPlan, costs: StepCosts
+) -> SmallModel:
+    """Return a small model with its state."""
+    assert config.draft is not None and config.speculation is not None
+    spec = model.spec
+    states = SequenceStates(
+        spec,
+        max_ctx=min(plan.max_ctx, spec.context_length, config.draft.context or spec.context_length),
+        slots=plan.sequences,
+        max_rows=SMALL_ROWS,
+        cache=CacheConfig(*SMALL_KV),
+    )
+    draft = SmallModel(
+        model,
+        states,
+        vocabulary=target.spec.vocab_size,
+        budget=config.speculation.budget,
+        costs=costs if config.speculation.adaptive else None,
+    )
+    draft.measure()
+    return draft
 
 
 def weaver_model(

@@ -10,7 +10,7 @@ import torch
 
 from bough.compress.scorer import MixedScorer, Scorer
 from bough.compress.words import WordScorer
-from bough.config import DraftConfig, EngineConfig
+from bough.config import DraftConfig, EngineConfig, SpecConfig
 from bough.engine.engine import Engine
 from bough.engine.runner import StepTimes
 from bough.engine.sequence import Limits
@@ -30,14 +30,15 @@ from bough.memory.device import (
     pick_device,
     unused_gpu,
 )
-from bough.memory.estimate import compute_dtype, draft_quant, uses_mtp
+from bough.memory.estimate import SMALL_KV, compute_dtype, draft_quant, uses_mtp
 from bough.memory.planner import MemoryPlan, plan_memory
 from bough.models.decoder import Decoder, Target
 from bough.models.dflash import DFlashDraft, open_draft
 from bough.models.mtp import MTPBlock
-from bough.models.native import NativeDecoder, NativeLoader
+from bough.models.native import NativeDecoder, NativeLoader, native_gap
 from bough.models.native_draft import NativeDraft, draft_gap
 from bough.models.pooling import VectorSpec
+from bough.models.small import is_small_model, open_small_model
 from bough.models.spec import ModelSpec
 from bough.models.vision import VisionTower
 from bough.models.weaver import WeaverHead
@@ -51,6 +52,7 @@ from bough.session.building import (
     compile_ahead,
     draft_model,
     mtp_model,
+    small_model,
     speculator,
     weaver_model,
 )
@@ -69,6 +71,7 @@ from bough.spec.draft_model import DraftModel
 from bough.spec.drafter import Drafter, NoDrafter
 from bough.spec.mixed import MixedModel
 from bough.spec.mtp import MTPModel
+from bough.spec.small_model import SmallModel
 from bough.state.draft_ring import DEFAULT_CONTEXT
 from bough.text.template import ChatTemplate
 from bough.text.tokenizer import Tokenizer
@@ -196,6 +199,30 @@ def _check_speculation(config: EngineConfig) -> None:
             "`chain` is set, and a draft and the MTP block are to propose: a chain has one proposer",
             "name one of them as `draft`",
             param="chain",
+        )
+    if config.draft is not None and is_small_model(config.draft.path):
+        _check_small_model(config.draft, speculation)
+
+
+def _check_small_model(draft: DraftConfig, speculation: SpecConfig) -> None:
+    if speculation.mtp == "on":
+        raise UsageError(
+            f"`draft` is {draft.path.name}, a model, and the MTP block is to propose beside it: each depth of"
+            " the tree costs a forward pass of the model, which the block does not make cheaper",
+            "name one of them as `draft`; a draft made for the target is faster than both",
+            param="draft",
+        )
+    if draft.head is not None:
+        raise UsageError(
+            f"`draft` is {draft.path.name}, a model, and {draft.head.name} is a head over a draft",
+            "leave the head away",
+            param="draft",
+        )
+    if draft.quant != "auto":
+        raise UsageError(
+            f"`draft_quant` is {draft.quant}, but {draft.path.name} is a model: it stays as it is",
+            "leave it auto, or take a file of other types",
+            param="draft_quant",
         )
 
 
@@ -349,7 +376,9 @@ def _drafter(
     if config.speculation is None:
         return NoDrafter()
     model: DraftModel | None = mtp
-    if config.draft is not None:
+    if config.draft is not None and is_small_model(config.draft.path):
+        model = _small_model(config.draft.path, config, file, target, plan, costs)
+    elif config.draft is not None:
         loaded = _draft(config.draft, target, plan)
         if (loaded.refiner is not None or config.draft.head is not None) and isinstance(target, Decoder):
             target.keep_head_rows(WeightLoader(file, device=target.device, host_embedding=True))
@@ -389,6 +418,19 @@ def _draft(config: DraftConfig, target: Target, plan: MemoryPlan) -> DFlashDraft
         quant=quant,
         causal=config.causal,
     )
+
+
+def _small_model(
+    path: Path, config: EngineConfig, file: GGUFFile, target: Target, plan: MemoryPlan, costs: StepCosts
+) -> SmallModel:
+    """Load a small model: into the native library where the target is, if it can run it."""
+    model: Target
+    with open_small_model(path, file, device_type=target.device.type) as (small, spec):
+        if isinstance(target, NativeDecoder) and native_gap(small, spec, SMALL_KV) is None:
+            model = NativeDecoder.load(small, target.library, mode=INT8)
+        else:
+            model = Decoder.load(small, dtype=target.dtype, expand=plan.expanded)
+    return small_model(model, config, target, plan, costs)
 
 
 def _measure(engine: Engine, costs: StepCosts, drafter: Drafter) -> None:

@@ -19,6 +19,7 @@ from bough.text.grammar import GrammarCompiler, Matcher
 from bough.text.grammar_jobs import CompiledGrammar, GrammarJob, Grammars
 from bough.text.infill import infill_prompt
 from bough.text.output import END_THINK, THINK, OutputParser
+from bough.text.recipients import RecipientStream
 from bough.text.stops import LineStop
 from bough.text.stream import TextStream
 from bough.text.template import ChatTemplate, Rendered
@@ -58,10 +59,12 @@ class Prompts:
         tools = read_tools(request.tools) if request.tool_choice != "none" else []
         if request.messages is None:
             return self._raw(request, tools, limit)
+        alone = self._template.has_recipients and request.grammar is not None and not request.thinking
         rendered = self._template.render(
             request.messages,
             tools=request.tools if tools else None,  # all of them, so that the prefix cache holds
-            thinking=request.thinking,
+            # A grammar is for the message to the user, which then is the only one.
+            thinking=False if alone else request.thinking,
             boundaries=True,
             continue_final=request.continue_final,
             effort=request.effort,
@@ -207,7 +210,11 @@ class Prompts:
         # With a grammar the answer is either calls or text that matches it, which may spell a call.
         either = request.grammar is not None
         parser = OutputParser(reasoning=prompt.reasoning, tools=prompt.tools, either=either)
-        return OutputStream(TextStream(piece), parser, request.stop, one_call=not request.parallel_tool_calls)
+        stream = TextStream(piece)
+        if self._template.has_recipients:
+            begun = {"open": "self", "possible": "", "none": "user"}[prompt.reasoning]
+            stream = RecipientStream(piece, self._tokenizer.id_of, recipient=begun)
+        return OutputStream(stream, parser, request.stop, one_call=not request.parallel_tool_calls)
 
     def constraint(self, request: TextRequest, prompt: Prompt) -> TokenConstraint | None:
         """Return the constraint on the request's output, None if it has none."""

@@ -57,6 +57,7 @@ def shapes_of(file: GGUFFile, config: EngineConfig, plan: MemoryPlan) -> Shapes:
         int8=config.prefill == "int8",
         eps=spec.eps,
         window=config.window,
+        sliding=next((layer.window for layer in spec.attention if layer.window is not None), None),
         host_embedding=plan.host_embedding,
         sequences=plan.sequences,
     )

@@ -25,7 +25,7 @@ WAIT_DECAY, WAIT_FADE, WAIT_PRIOR = 0.97, 0.995, 8.0
 
 @dataclass(slots=True)
 class StepCosts:
-    """Measured seconds, kept from run to run: a step by its rows, and a draft call by its mix."""
+    """Measured seconds, kept from run to run: a step by its rows, and a pass of a draft call by its mix."""
 
     step: dict[int, float] = field(default_factory=dict)
     draft: dict[int, float] = field(default_factory=dict)

@@ -61,6 +61,7 @@ class Ask:
     anchor: int
     chain: list[int]  # what prompt lookup found
     score: float  # of each token of it
+    text: Sequence[int] = ()  # up to the anchor
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,7 @@ class DraftCall:
         self._reports = torch.zeros(MAX_ROWS, sum(self._sizes), dtype=torch.int64, pin_memory=on_device)
         self._asked = 1  # sequences of the last call
         self.backlog = 0, 0.0  # positions that had waited for the last call, and their seconds
+        self.passes = 1.0  # of the last call
 
     @property
     def functions(self) -> list[CapturedFunction]:
@@ -231,7 +233,7 @@ class DraftCall:
 
     def _flush(self, asks: Sequence[Ask]) -> int:
         """Bring the drafts' states up to date; return the most positions that were missing."""
-        return max(draft.flush(ask.slot) for draft in self._drafts for ask in asks)
+        return max(draft.flush(ask.slot, ask.text) for draft in self._drafts for ask in asks)
 
     def _build(
         self, anchors: Tensor, slots: Tensor, chains: Tensor, scores: Tensor, nodes: int | None
@@ -310,6 +312,7 @@ class HostDraftCall(DraftCall):
         tokens, scores = torch.tensor(chains), torch.tensor([ask.score for ask in asks])
         scores = scores[:, None].expand(tokens.shape)
         proposals, built = self._build(anchors, slots, tokens, scores, nodes)
+        self.passes = max(draft.passes for draft in self._drafts)
         leading = [self._led(proposal) for proposal in proposals]
         trees = [[self._reported(*tree) for tree in zip(*each, strict=True)] for each in built]
         self._made = [

@@ -1,5 +1,6 @@
 """DraftModel: a draft with its state of every sequence, as a draft call needs it."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -11,6 +12,16 @@ from bough.state.draft_ring import SavedRings
 
 class DraftModel(Protocol):
     """A draft with its state of every sequence."""
+
+    @property
+    def passes(self) -> float:
+        """Forward passes of the last call, for each text; a draft may look as far ahead as seems to pay."""
+        ...
+
+    @property
+    def next_passes(self) -> float:
+        """How many the next call is expected to make."""
+        ...
 
     @property
     def depth(self) -> int:
@@ -43,8 +54,15 @@ class DraftModel(Protocol):
         """Remove the last positions that were added."""
         ...
 
-    def flush(self, slot: int) -> int:
-        """Add the features that wait to the state; return of how many positions there were any."""
+    def flush(self, slot: int, text: Sequence[int] = ()) -> int:
+        """Bring the state up to date; return how many positions were missing.
+
+        text: all tokens up to the anchor of the call that follows.
+        """
+        ...
+
+    def unread(self, slot: int, text: Sequence[int]) -> int:
+        """Return how many positions the next call has to read of a text that it reads by itself."""
         ...
 
     def candidates(
@@ -60,7 +78,7 @@ class DraftModel(Protocol):
 class NoDraftModel:
     """Prompt lookup alone: no draft, nothing to keep."""
 
-    depth = 15
+    passes, next_passes, depth = 1.0, 1.0, 15
     taps: tuple[int, ...] = ()
     context_length = 0
 
@@ -72,7 +90,10 @@ class NoDraftModel:
 
     def rollback(self, slot: int, count: int) -> None: ...
 
-    def flush(self, slot: int) -> int:
+    def flush(self, slot: int, text: Sequence[int] = ()) -> int:
+        return 0
+
+    def unread(self, slot: int, text: Sequence[int]) -> int:
         return 0
 
     def candidates(

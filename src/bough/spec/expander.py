@@ -16,8 +16,8 @@ from bough.kernels.tree import MAX_ROWS
 from bough.spec.tree import Proposal
 
 # With the lookup's the most that a tree takes: a kernel has a bit for each in a word of 32. They are the
-# leaves below the first depth, so that a tree of up to 31 nodes is never cut.
-CHAINS = 30
+# leaves below the first depth, so that a tree of up to 30 nodes is never cut.
+CHAINS = 29
 
 
 @dataclass(frozen=True, slots=True)

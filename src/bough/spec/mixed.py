@@ -14,6 +14,8 @@ from bough.state.draft_ring import SavedRings
 class MixedModel:
     """A block draft and the target's MTP block beside it: a `DraftModel` of the states of both."""
 
+    passes = next_passes = 1.0
+
     def __init__(self, first: DraftModel, other: DraftModel, *, width: int):
         """`width` of the target, whose features both read."""
         self.drafts = (first, other)
@@ -48,8 +50,11 @@ class MixedModel:
         for draft in self.drafts:
             draft.rollback(slot, count)
 
-    def flush(self, slot: int) -> int:
-        return max(draft.flush(slot) for draft in self.drafts)
+    def flush(self, slot: int, text: Sequence[int] = ()) -> int:
+        return max(draft.flush(slot, text) for draft in self.drafts)
+
+    def unread(self, slot: int, text: Sequence[int]) -> int:
+        return max(draft.unread(slot, text) for draft in self.drafts)
 
     def candidates(
         self, anchors: Tensor, slots: Tensor, rank: Rank, count: int, chains: Tensor | None = None

@@ -36,6 +36,9 @@ MARGIN = 1.05  # factor by which a tree must promise to beat plain decoding
 # The same for waiting some steps against calling the draft at once, which also yields an outcome to learn
 # from.
 PATIENCE = 1.2
+# Tokens that are expected of a text, which have to pay for reading its prompt where the draft does that by
+# itself: as many as have been generated, and at least so many.
+HORIZON = 64
 MIX_TRIES = 6  # draft calls in which all drafts are compared before one mix is preferred
 MIX_INTERVAL = 16  # steps between two comparisons, at least
 MIX_DECAY = 0.985  # of the averages that are compared, per comparison
@@ -119,13 +122,20 @@ PLAIN = Plan(1, False)
 class PlanRates:
     """Tokens a second of the plans that a step can have, as far as costs and estimates tell."""
 
-    def __init__(self, costs: StepCosts, sizes: Sequence[int], history: TextHistory):
+    def __init__(
+        self, costs: StepCosts, sizes: Sequence[int], history: TextHistory, *, unread: int, passes: float
+    ):
+        """`unread` positions, which a draft call reads by itself, once; `passes` that it makes."""
         self._history, self._sizes, gap = history, sizes[1:], costs.gap_before
         # Each is asked for once: a look at all costs takes a hundredth of a plain step on a fast CPU.
         root_s, *self._trees_s = costs.of_sizes(sizes)
         self.plain_s = root_s + gap("plain")  # of a plain step and what the host does before it
-        # Of a draft call, with the positions that wait for it.
-        self._call_s = costs.draft_call(history.mix) + costs.backlog * history.unchanged
+        # Of a draft call, with the positions that wait: what plans leave unread is read again and again.
+        backlog = min(history.unchanged, WAITS[-1]) if unread else history.unchanged
+        self._call_s = passes * costs.draft_call(history.mix) + costs.backlog * backlog
+        # What it takes once to read what the draft has not seen; the tokens that are still expected.
+        self._unread_s = costs.backlog * max(0, unread - WAITS[-1])
+        self._horizon = max(HORIZON, history.steps)
         draft_s = self._call_s + gap("draft")
         self._drafted_s = [cost + draft_s for cost in self._trees_s]
         self._lookup_gap_s, self._most = gap("lookup"), history.acceptance.most()
@@ -133,6 +143,8 @@ class PlanRates:
     def best_draft(self, best: Plan, speed: float) -> tuple[Plan, float]:
         """Return the fastest plan of plain steps and a draft call, if any beats `speed` tokens a second."""
         acceptance, waited, least = self._history.acceptance, self._history.waited, min(self._drafted_s)
+        if self._unread_s and not self._pays_to_read():
+            return best, speed
         for wait in (waited, *(wait for wait in WAITS if wait > waited)):
             now, plain_s = wait == waited, wait * self.plain_s
             if wait + 1 + self._most <= speed * (plain_s + least):
@@ -142,6 +154,12 @@ class PlanRates:
                 if rate > speed:
                     best, speed = Plan(rows, True, waited=wait) if now else PLAIN, rate
         return best, speed
+
+    def _pays_to_read(self) -> bool:
+        """Return whether what draft calls save of the tokens to come is more than reading the text takes."""
+        expected = self._history.acceptance.expected(self._history.waited)
+        token_s = min(cost / (1 + more) for _, more, cost in self._drafts(expected))
+        return self._unread_s <= self._horizon * (self.plain_s - token_s)
 
     def best_lookup(self, best: Plan, speed: float, copied: int, probability: float) -> tuple[Plan, float]:
         """Return the fastest copy of what prompt lookup found, if any beats `speed` tokens a second."""
@@ -156,16 +174,15 @@ class PlanRates:
 
     def may_probe(self, most: float) -> bool:
         """Return whether a draft call may lose no more than `most` plain steps: a bound."""
-        return (
-            min(self._call_s, min(self._drafted_s) - (1 + self._most) * self.plain_s) <= most * self.plain_s
-        )
+        verified_s = min(self._drafted_s) - (1 + self._most) * self.plain_s
+        return min(self._call_s, verified_s) <= most * self.plain_s
 
     def probe(self) -> tuple[Plan, float]:
         """Return the draft call that loses least, and the plain steps that it may lose."""
-        waited = self._history.waited
-        probe, loss = Plan(1, True, waited=waited), self._call_s / self.plain_s
+        waited, unread = self._history.waited, self._unread_s / self.plain_s
+        probe, loss = Plan(1, True, waited=waited), self._call_s / self.plain_s + unread
         for rows, more, cost in self._drafts(self._history.acceptance.expected(waited)):
-            lost = cost / self.plain_s - 1 - more
+            lost = cost / self.plain_s + unread - 1 - more
             if lost < loss:
                 probe, loss = Plan(rows, True, waited=waited), lost
         return probe, loss
@@ -198,11 +215,14 @@ class RowPolicy:
         self._padded = sizes is not EAGER_SIZES
         self.history = TextHistory(self._sizes, drafts)
         self.mixes = Mixes(drafts, self._sizes)
+        self.passes = 1.0  # that the next draft call makes
+        self.unread = 0  # positions that the draft reads by itself and has not: of a prompt, mostly
 
     def fork(self) -> "RowPolicy":
         """Return the policy of a new text."""
         other = copy(self)
         other.history = self.history.fork()
+        other.unread = 0
         return other
 
     def plan(self, *, copied: int = 0, probability: float = 0.0) -> Plan:
@@ -268,7 +288,7 @@ class RowPolicy:
             return PLAIN
         history = self.history
         history.mix = self.mixes.best(self.costs.of, self.costs.draft_call)
-        rates = PlanRates(self.costs, self._sizes, history)
+        rates = PlanRates(self.costs, self._sizes, history, unread=self.unread, passes=self.passes)
         best, speed = PLAIN, MARGIN / rates.plain_s
         if drafts:
             best, speed = rates.best_draft(best, speed)

@@ -66,6 +66,11 @@ class PromptLookup:
         return len(self._text)
 
     @property
+    def text(self) -> list[int]:
+        """Return all tokens, of images ids below 0; not to be changed."""
+        return self._text
+
+    @property
     def tokens(self) -> list[int]:
         """Return the text, of one with images what follows the last."""
         return self._text[self._seen :]

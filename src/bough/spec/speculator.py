@@ -41,6 +41,7 @@ CANDIDATES = 24  # of a depth; a tree of 63 nodes rarely needs more
 SPINE = math.log(0.02)  # the likeliest path is in the tree while its probability is at least this
 _FORCED = math.log(0.97)  # text without a choice may still be tokenised in another way
 _RESTED = Plan(1, False)  # of a plain step that was not planned by itself
+_MOST_UNREAD = 512  # tokens that a draft reads by itself while other texts wait
 _CONSTRAINED = 3  # times as many nodes are built under a constraint, which then prunes them
 
 
@@ -96,7 +97,7 @@ class _Text:
     def ask(self, turn: Turn, *, chain: bool) -> Ask:
         """Return its part of a draft call; where trees are chains, no lookup is among the candidates."""
         copied, score = self.copied
-        return Ask(turn.slot, turn.anchor, [] if chain else copied, score)
+        return Ask(turn.slot, turn.anchor, [] if chain else copied, score, self.lookup.text)
 
     def tree(self, turn: Turn, rows: int) -> Tree:
         """Return the first rows of what was proposed for it."""
@@ -323,7 +324,7 @@ class Speculator:
         """Call the draft for the text that was begun last, to see what that takes."""
         *_, slot = self._texts
         self._call = self._draft_calls[0, False]
-        self._call([Ask(slot, 0, [], 0.0)], short=self._policy.rows_are_dear)
+        self._call([Ask(slot, 0, [], 0.0, [0])], short=self._policy.rows_are_dear)
 
     # -- Steps of one text: the tree stays on the device
 
@@ -347,6 +348,8 @@ class Speculator:
         copied, score = text.copied
         if turn.max_rows == 1:
             return
+        text.policy.passes = self._draft.next_passes
+        text.policy.unread = self._draft.unread(turn.slot, text.lookup.text)
         text.plan = plan = text.policy.plan(copied=len(copied), probability=math.exp(score))
         if plan.draft:
             # Of a larger tree the constraint leaves enough.
@@ -385,7 +388,8 @@ class Speculator:
             positions, backlog_s = self._call.backlog
             wall_s = outcome.draft_s - backlog_s
             backlog_s *= outcome.draft_share
-            costs.observe_draft(draft_s - backlog_s, plan.mix, wall_s)
+            passes = self._call.passes
+            costs.observe_draft((draft_s - backlog_s) / passes, plan.mix, wall_s / passes)
             costs.observe_backlog(backlog_s, positions)
         self._observed = slot, self._clock()
         kind = "draft" if plan.draft else "lookup" if outcome.rows > 1 else "plain"
@@ -418,7 +422,10 @@ class Speculator:
         if self._padded_sizes is not None:
             rows = next((size for size in self._padded_sizes if size >= rows), MAX_ROWS)
         self._sharing.costs.observe_step(len(outcomes) + len(prompts), rows, step.verify_cost)
-        self._sharing.costs.observe_draft(self._asked, step.draft_share * step.draft_s, self._planned.mix)
+        if self._asked:
+            draft_s = step.draft_share * (step.draft_s - self._call.backlog[1])
+            draft_s *= self._draft.next_passes / self._call.passes
+            self._sharing.costs.observe_draft(self._asked, draft_s, self._planned.mix)
         self._asked = 0
 
     def _choose(self, turns: Sequence[Turn]) -> list[int]:
@@ -450,7 +457,8 @@ class Speculator:
         history.begin_steps()
         if history.acceptance.started and (due or not text.expected):
             text.expected = history.acceptance.expected(history.waited)
-        max_rows = min(turn.max_rows, self._config.budget + 1)
+        unread = self._draft.unread(turn.slot, text.lookup.text)
+        max_rows = 1 if unread > _MOST_UNREAD else min(turn.max_rows, self._config.budget + 1)
         since = history.since_draft
         return Offer(text.expected, len(copied), math.exp(score), max_rows, since, turn.slot)
 

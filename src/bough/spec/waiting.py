@@ -1,6 +1,7 @@
 """Features of committed positions that wait until a proposal needs them: a few at a time cost as one does."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -10,6 +11,8 @@ _MOST = 512  # rows that wait, or pieces of a few rows
 
 class WaitingFeatures(ABC):
     """The part of a `DraftModel` that adds features to its state, by slot."""
+
+    passes = next_passes = 1.0
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -49,7 +52,10 @@ class WaitingFeatures(ABC):
             self._slot_tensors[slot] = torch.tensor([slot], device=self._device)
         return self._slot_tensors[slot]
 
-    def flush(self, slot: int) -> int:
+    def unread(self, slot: int, text: Sequence[int]) -> int:
+        return 0
+
+    def flush(self, slot: int, text: Sequence[int] = ()) -> int:
         """Add them to the state; return how many there were."""
         if not (waiting := self._waiting[slot]):
             return 0

@@ -194,6 +194,13 @@ class SequenceStates:
         self.buffers.lengths[slot] -= count
         self.buffers.pending.count[slot] -= count
 
+    def truncate(self, slot: int, length: int) -> None:
+        """Remove the tokens after `length`, of a model without recurrent states."""
+        assert self.recurrent is None and length <= self.lengths[slot]
+        self.lengths[slot] = length
+        self.buffers.lengths[slot] = length
+        self.buffers.pending.count[slot] = 0
+
     def _grow(self, capacity: int) -> None:
         before, held = self.planes, self.pages.capacity
         self._keys, self._values = (self._pool(pool.format, capacity) for pool in (self._keys, self._values))

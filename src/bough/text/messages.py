@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from bough.errors import UsageError
@@ -115,10 +116,14 @@ def _content(content: Any, where: str, role: str) -> str | list[Message]:
         )
     parts = [_part(part, f"{where}[{i}]", role) for i, part in enumerate(content)]
     if any(isinstance(part, ImageFile) for part in parts):
-        return [
-            {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part}
-            for part in parts
-        ]
+        # Neighbouring texts are one: together they may spell a control token.
+        merged: list[Message] = []
+        for is_text, run in groupby(parts, lambda part: isinstance(part, str)):
+            if is_text:
+                merged.append({"type": "text", "text": "".join(map(str, run))})
+            else:
+                merged += [{"type": "image", "image": part} for part in run]
+        return merged
     texts = [part for part in parts if isinstance(part, str)]
     if role == "system":
         texts = [BILLING_LINE.sub("", text) for text in texts]

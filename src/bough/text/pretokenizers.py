@@ -82,6 +82,11 @@ _TEKKEN = WordRule(
     whole_words=True,
     adds_bos=True,
 )
+_O200K = WordRule(
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
+    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_WHITESPACE}",
+)
 _GPT2 = WordRule(r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
 _SMOLLM = replace(_GPT2, single_digits=True)
 
@@ -97,4 +102,6 @@ WORD_RULES: dict[str, WordRule] = {
     "default": _GPT2,
     "smollm": _SMOLLM,
     "tekken": _TEKKEN,
+    "gpt-4o": _O200K,
+    "llama4": _O200K,
 }

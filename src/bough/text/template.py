@@ -19,6 +19,7 @@ from bough.images.opening import ImageFile
 from bough.text.bounded_jinja import BUDGET, BoundedEnvironment, Budget, within
 from bough.text.messages import Message, merge_neighbours, normalise
 from bough.text.output import END_THINK, THINK
+from bough.text.recipients import NEXT, START, TO_ITSELF, TO_USER, has_recipients
 from bough.text.tokenizer import KEY, TokenType
 
 FALLBACK = """\
@@ -40,6 +41,7 @@ BOUNDARY_TURNS = 8
 REMEMBERED, MAX_REMEMBERED = 4, 1_000_000
 # Words for how much to reason, and what comes nearest where a template does not have them.
 EFFORT = "reasoning_effort"
+STRENGTH = "reasoning_strength"  # a variable for any word, in Muse-Glimmer's
 _NEAREST = {
     "minimal": ("minimal", "low"),
     "low": ("low", "minimal"),
@@ -117,7 +119,12 @@ class ChatTemplate:
 
     @property
     def supports_thinking(self) -> bool:
-        return "enable_thinking" in self.source
+        return "enable_thinking" in self.source or self.has_recipients
+
+    @cached_property
+    def has_recipients(self) -> bool:
+        """Return whether an answer is messages with recipients (text/recipients.py)."""
+        return has_recipients(self.source)
 
     @cached_property
     def _opens_reasoning(self) -> bool:
@@ -133,6 +140,8 @@ class ChatTemplate:
 
     def effort(self, asked_word: str | None) -> str | None:
         """Return the template's own word for an effort; None: it has none, and most refuse others."""
+        if asked_word is not None and STRENGTH in self.source:
+            return {"minimal": "low", "max": "xhigh"}.get(asked_word, asked_word)
         if asked_word is None or EFFORT not in self.source:
             return None
         listed = set(re.findall("[\"']([a-z]+)[\"']", self.source))
@@ -172,7 +181,7 @@ class ChatTemplate:
             variables["enable_thinking"] = thinking
         word = self.effort(effort or self.default_effort)
         if word is not None and thinking is not False:
-            variables.setdefault(EFFORT, word)
+            variables.setdefault(STRENGTH if STRENGTH in self.source else EFFORT, word)
 
         def run(turns: list[Message], prompt: bool) -> str:
             return self._run({**variables, "messages": turns, "add_generation_prompt": prompt})
@@ -186,7 +195,10 @@ class ChatTemplate:
             conversation = merged
             marked = run(conversation, add_generation_prompt)
         if reasoning or answer:
-            marked = _begun(marked, reasoning, answer)
+            begun = _begun_message if self.has_recipients else _begun
+            marked = begun(marked, reasoning, answer)
+        elif self.has_recipients and thinking is False and add_generation_prompt:
+            marked, answer = marked + TO_USER, "begun"
         text, literals = _without_marks(marked)
         continued = "answer" if answer else "reasoning" if reasoning else ""
         images = tuple(part["image"] for turn in conversation for part in _image_parts(turn["content"]))
@@ -373,6 +385,13 @@ def _begun(prompt: str, reasoning: str, answer: str) -> str:
     if answer and (reasoning or opened):
         prompt += f"\n{END_THINK}\n\n"
     return prompt + answer
+
+
+def _begun_message(prompt: str, reasoning: str, answer: str) -> str:
+    """Return the same where answers are messages with recipients."""
+    if reasoning:
+        prompt += TO_ITSELF + reasoning + (f"{NEXT}{START}assistant" if answer else "")
+    return f"{prompt}{TO_USER}{answer}" if answer else prompt
 
 
 def _without_marks(marked: str) -> tuple[str, list[tuple[int, int]]]:

@@ -27,7 +27,7 @@ from bough.text.stream import TextStream
 KEY = "tokenizer.ggml."
 END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 # Files name one end token; models end with any of these that they have as control tokens.
-END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<|eom_id|>", "</s>")
+END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eot|>", "<|end_of_text|>", "<|eom_id|>", "</s>")
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 SURROGATE = re.compile("[\ud800-\udfff]")
 PIECE = 1 << 13  # characters that one thread encodes at once: some 3 ms

@@ -137,14 +137,14 @@ def test_a_greedy_answer_is_the_same_again_and_a_line_says_why(talk, parrot, cap
 
 
 def test_a_text_that_comes_again_is_sampled_with_more_freedom(talk, parrot, capsys):
-    parrot.texts = iter(["one", "one", "two", "one", "two", "three", "three"])
-    chat = talk("a", "/regen", "/regen", "/draft off", "/regen")
-    assert contents(chat) == ["a", "three"]
+    parrot.texts = iter(["one", "one", "two", "two", "three", "three", "four", "five"])
+    chat = talk("a", "/regen", "/regen", "/draft off", "/regen", "/regen", "b")
+    assert contents(chat) == ["a", "four", "b", "five"]
     warmth = [settings.values.get("temperature") for _, settings, _ in parrot.asked]
-    assert warmth == [None, None, 1.0, None, 1.0, 1.3, 1.3]
+    assert warmth == [None, None, 1.0, 1.0, 1.3, 1.3, 1.0, None]
     errors = capsys.readouterr().err
-    assert "The same text by another seed. Once more with temperature 1.3, top-p 0.95:" in errors
-    assert "the same text · 17.0 tok/s now, 16.0 tok/s before" in errors
+    assert "With temperature 1.3, top-p 0.95, as the recommended sampling gave the same text:" in errors
+    assert "the same text · 16.0 tok/s now, 15.0 tok/s before" in errors
     assert chat.settings.values == {}
 
 

@@ -2,8 +2,8 @@
 
 import contextlib
 import secrets
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bough.cli import view
@@ -20,9 +20,9 @@ from bough.images.opening import ImageFile
 from bough.session.collected import GeneratedOutput
 
 LEAVING = ("exit", "quit", "bye")  # alone in a line, as in other programs
-# Sampling of the next tries where /regen gave a text that was there. Of a 0.5B's 20 jokes 1 differs as its
-# publisher recommends, 9 at temperature 1, 18 at 1.3.
-WARMER = tuple({"temperature": warmth, "top_p": 0.95} for warmth in (1.0, 1.3, 1.6))
+# Sampling of /regen: as recommended, then, where that gives a text that was there, with more freedom. Of a
+# 0.5B's 20 jokes 1 differs as its publisher recommends, 9 at temperature 1, 18 at 1.3.
+WARMER: tuple[dict[str, float], ...] = ({}, *({"temperature": t, "top_p": 0.95} for t in (1.0, 1.3, 1.6)))
 SHORT = 1000  # characters: a longer text that comes again is a copy of the prompt, and takes long
 
 
@@ -35,7 +35,7 @@ class LastReply:
     draft_budget: int | None
     tok_s: float
     earlier: tuple[str, ...] = ()  # replies to the same message
-    warmer: Mapping[str, float] = field(default_factory=dict)  # sampling in place of the settings'
+    warmth: int = 0  # of WARMER
 
 
 class Chat:
@@ -143,37 +143,40 @@ class Chat:
             if last is not None and last.draft_budget != self.settings.draft_budget:
                 self._compare(last)
             else:
-                self._answer_unlike(earlier, self._other_seed(last))
+                self._answer_unlike(earlier, self._other_seed(last), again=bool(last and last.warmth))
         finally:
             if before is not None and not self.answered:
                 self.conversation.messages.append(before)
 
     def _compare(self, last: LastReply) -> None:
         """Repeat the last reply with another draft budget, and show both speeds."""
-        self._answer(last.seed, last.warmer)
+        self._answer(last.seed, last.warmth)
         now = self._last
         if now is not None and self.answered:
-            self._last = replace(now, earlier=last.earlier, warmer=last.warmer)
+            self._last = replace(now, earlier=last.earlier, warmth=last.warmth)
             same = "the same text" if now.text == last.text else "another text"
             self.screen.note(f"{same} · {now.tok_s:.1f} tok/s now, {last.tok_s:.1f} tok/s before")
 
-    def _answer_unlike(self, earlier: tuple[str, ...], seed: int) -> None:
-        """Answer; where a short text comes again by the recommended sampling, once more with a freer one."""
-        for warmer in ({}, *WARMER):
-            if warmer:
-                self.conversation.take_reply()
-                words = ", ".join(f"{name.replace('_', '-')} {value:g}" for name, value in warmer.items())
-                self.screen.notice(f"The same text by another seed. Once more with {words}:")
-            self._answer(seed, warmer)
+    def _answer_unlike(self, earlier: tuple[str, ...], seed: int, *, again: bool) -> None:
+        """Answer; where a short text comes again by the recommended sampling, once more with a freer one.
+
+        again: the recommended one has given a text again before, and is not tried once more.
+        """
+        fixed = self._temperature == 0 or self.settings.values.keys() & {"temperature", "top_p"}
+        for warmth in [0] if fixed else range(again, len(WARMER)):
+            if warmth:
+                temperature = f"temperature {WARMER[warmth]['temperature']:g}, top-p 0.95"
+                self.screen.notice(f"With {temperature}, as the recommended sampling gave the same text:")
+            self.conversation.take_reply()
+            self._answer(seed, warmth)
             now = self._last
             if now is None or not self.answered:
                 return
-            self._last = replace(now, earlier=earlier, warmer=warmer)
+            self._last = replace(now, earlier=earlier, warmth=warmth)
             if now.text not in earlier:
                 return
-            fixed = self._temperature == 0 or self.settings.values.keys() & {"temperature", "top_p"}
             reply = self.conversation.messages[-1]
-            if fixed or len(reply.content) + len(reply.reasoning) > SHORT:
+            if len(reply.content) + len(reply.reasoning) > SHORT:
                 break
             seed = self._other_seed(now)
         greedy = "the temperature is 0. `/set temperature 0.7` samples."
@@ -193,7 +196,7 @@ class Chat:
         message = Message("user", self._with_files(line), images=tuple(self.images))
         self.conversation.messages.append(message)
         try:
-            self._answer(self._seed(), {})
+            self._answer(self._seed())
         finally:
             if self.answered:
                 self.attachments.clear()
@@ -217,9 +220,9 @@ class Chat:
         """Return a seed for another reply; one that was set is counted up."""
         return (last.seed + 1) % 2**64 if last and "seed" in self.settings.values else self._seed()
 
-    def _answer(self, seed: int, warmer: Mapping[str, float]) -> None:
+    def _answer(self, seed: int, warmth: int = 0) -> None:
         """Stream a reply and append it to the conversation, incomplete if it was interrupted."""
-        settings = replace(self.settings, values={**self.settings.values, **warmer})
+        settings = replace(self.settings, values={**self.settings.values, **WARMER[warmth]})
         reply = TerminalReply() if self._terminal else PlainReply(quiet=self._quiet)
         stop = Interrupt(patience_s=0 if self.backend.breakable else None)
         received, ended = GeneratedOutput(), None

@@ -1,10 +1,10 @@
 """Attention of a step's rows over the paged KV cache, and of a draft block over its KV ring."""
 
 from bough.kernels.attention import cpu
-from bough.kernels.attention.records import PagedContext
+from bough.kernels.attention.records import SINKS, PagedContext
 from bough.kernels.runtime.op import op
 
-__all__ = ["PagedContext", "block_attention", "chunk_attention", "paged_attention"]
+__all__ = ["SINKS", "PagedContext", "block_attention", "chunk_attention", "paged_attention"]
 
 paged_attention = op(cpu.paged_attention, "tree attention", cuda="cuda", triton="triton_kernels")
 chunk_attention = op(cpu.chunk_attention, "prompt attention", triton="prefill")

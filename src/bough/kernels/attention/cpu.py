@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from bough.kernels.attention.records import SINKS, PagedContext
+from bough.kernels.attention.records import PagedContext
 from bough.kernels.kv_cache.format import HeadPool
 from bough.kernels.kv_cache.reference import decode
 from bough.kernels.kv_cache.rotation import rotate, rotate_back
@@ -36,7 +36,7 @@ def paged_attention(q: Tensor, context: PagedContext, *, gate: Tensor | None = N
         mask = _mask(visible, lengths, span)
         if context.window is not None:
             positions = lengths[:, None] + visible.sum(2) - 1
-            mask = mask & _within(lengths, positions, span, context.window)
+            mask = mask & _within(lengths, positions, span, context.window, sinks=context.sinks)
         if len(q) > 1:
             # Rows after a shorter sequence belong to another one: not even a NaN of it may get through.
             foreign = (torch.arange(span, device=q.device) >= lengths[:, None] + rows)[:, None, :, None]
@@ -84,13 +84,13 @@ def _mask(visible: Tensor, lengths: Tensor, span: int) -> Tensor:
     return torch.where((row < rows)[:, None], staged, False) | (row < 0)[:, None]
 
 
-def _within(lengths: Tensor, positions: Tensor, span: int, window: int) -> Tensor:
+def _within(lengths: Tensor, positions: Tensor, span: int, window: int, *, sinks: int) -> Tensor:
     """Return [B, T, span] bool: the indices inside each row's window, and the sinks."""
     index = torch.arange(span, device=lengths.device)
     row = index - lengths[:, None]
     staged = positions.gather(1, row.clamp(0, positions.shape[1] - 1))
     at = torch.where(row < 0, index, staged)[:, None]
-    return (at < SINKS) | (at > positions[..., None] - window)
+    return (at < sinks) | (at > positions[..., None] - window)
 
 
 def block_attention(

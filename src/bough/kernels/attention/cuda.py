@@ -136,8 +136,9 @@ def tile_of(
 
 
 def takes_paged_attention(q: Tensor, context: PagedContext, **options: object) -> bool:
-    """Return whether the kernel takes them: for a tree."""
-    return context.ancestors is not None and takes(q, context.keys, context.values)
+    """Return whether the kernel takes them: for a tree, and with a window only one with sinks."""
+    sinks = context.window is None or context.sinks == SINKS
+    return sinks and context.ancestors is not None and takes(q, context.keys, context.values)
 
 
 def takes(q: Tensor, keys: HeadPool, values: HeadPool) -> bool:

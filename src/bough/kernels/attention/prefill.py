@@ -37,14 +37,16 @@ def _accumulate(scores, values, top, weight, sum_, PRECISION: tl.constexpr):
     return higher, weight, sum_
 
 
-@triton.jit(do_not_specialize=["T", "first", "last"])
+@triton.jit(do_not_specialize=["T", "first", "last", "window"])
 def _chunk_attention_kernel(
-    q, keys, values, lengths, gate, out, tops, weights, gate_row, gate_head, scale, T, first, last,
+    q, keys, values, lengths, gate, out, tops, weights, gate_row, gate_head, scale, T, first, last, window,
     KV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BEGIN: tl.constexpr, END: tl.constexpr, GATE: tl.constexpr, PRECISION: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
+    BEGIN: tl.constexpr, END: tl.constexpr, GATE: tl.constexpr, WINDOW: tl.constexpr,
+    PRECISION: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
     """One query head of BLOCK_M rows a program, over the visible tokens among `first` to `last` - 1.
+
+    WINDOW: of them the newest `window` of each row.
 
     DESCRIPTORS: q [T, heads * D], in 16 bits and scaled, keys and values [tokens, KV * D] are descriptors of
     tiles, with zeroes outside; else pointers.
@@ -76,11 +78,17 @@ def _chunk_attention_kernel(
     # All rows see all tokens of the blocks before this one.
     edge = tl.maximum((length + tile * BLOCK_M + 1) // BLOCK_N * BLOCK_N, first)
     edge = tl.minimum(edge, tl.maximum(stop, first) // BLOCK_N * BLOCK_N)
+    begin, hidden = first, -float("inf")
+    if WINDOW:
+        begin = tl.maximum((length + tile * BLOCK_M - window + 1) // BLOCK_N * BLOCK_N, first)
+        edge = begin
+        # Finite: a row may see nothing of a block. What that adds is multiplied by 0 at the row's first key.
+        hidden = -1e30
     tokens = tl.arange(0, BLOCK_N)
     # Constant offsets plus one scalar per block: 64-bit offsets would take too many registers.
     key_offsets = tokens[None, :] * (KV * D) + dims[:, None]
     value_offsets = tokens[:, None] * (KV * D) + dims[None, :]
-    for start in range(first, edge, BLOCK_N):
+    for start in range(begin, edge, BLOCK_N):
         block = ((start - first).to(tl.int64) * KV + head) * D
         k = keys.load([start - first, head * D]).T if DESCRIPTORS else tl.load(keys + block + key_offsets)
         scores = tl.dot(queries, k, input_precision=PRECISION)
@@ -96,7 +104,9 @@ def _chunk_attention_kernel(
             k = tl.load(keys + block + key_offsets, mask=there[None, :], other=0.0)
         scores = tl.dot(queries, k, input_precision=PRECISION)
         seen = there[None, :] & (index[None, :] <= length + rows[:, None])
-        scores = tl.where(seen, scores, -float("inf"))
+        if WINDOW:
+            seen = seen & (index[None, :] > length + rows[:, None] - window)
+        scores = tl.where(seen, scores, hidden)
         if DESCRIPTORS:
             v = values.load([start - first, head * D])
         else:
@@ -152,7 +162,7 @@ def takes(pool: HeadPool) -> bool:
 
 
 def takes_chunk_attention(q: Tensor, context: PagedContext, **options: object) -> bool:
-    return takes(context.keys)
+    return takes(context.keys) and (context.window is None or not context.sinks)
 
 
 def chunk_attention(q: Tensor, context: PagedContext, *, span: int, gate: Tensor | None = None) -> Tensor:
@@ -180,18 +190,27 @@ def chunk_attention(q: Tensor, context: PagedContext, *, span: int, gate: Tensor
     spans = [span]
     if dry_run.current() is not None:
         spans.append(page_table.shape[1] * page)  # the first, middle and last slices of the longest context
-    slices = [(first, end) for end in spans for first in range(0, end, step)]
+    window = context.window
+    # The shorter sequences of a batch see tokens before.
+    unseen = 0 if window is None or batch > 1 else rows + window - 1
+    slices = [
+        (first, begin, end)
+        for end in spans
+        for begin in [max(0, end - unseen) // whole * whole if unseen else 0]
+        for first in range(begin, end, step)
+    ]
     for item in range(batch):
         queries = _scaled(q[item], keys) if tiled else q[item]
-        for first, end in slices:
+        for first, begin, end in slices:
             count = min(step, end - first)
             sources = [_slice(side, page_table[item], first, count) for side in sides]
             read = _descriptors(queries, *sources, sizes) if tiled else (queries, *sources)
             _chunk_attention_kernel[(heads, triton.cdiv(rows, sizes["BLOCK_M"]))](
                 *read, lengths[item:], gates[item], out[item], *carried,
-                gates.stride(1), gates.stride(2), dim**-0.5 * LOG2_E, rows, first, first + count,
-                KV=kv_heads, GROUP=heads // kv_heads, D=dim, BEGIN=first == 0, END=first + count >= end,
-                GATE=gate is not None, PRECISION="ieee", DESCRIPTORS=tiled, **sizes,
+                gates.stride(1), gates.stride(2), dim**-0.5 * LOG2_E, rows, first, first + count, window or 0,
+                KV=kv_heads, GROUP=heads // kv_heads, D=dim, BEGIN=first == begin, END=first + count >= end,
+                GATE=gate is not None, WINDOW=window is not None, PRECISION="ieee", DESCRIPTORS=tiled,
+                **sizes,
             )  # fmt: skip
     return out
 

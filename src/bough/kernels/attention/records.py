@@ -22,7 +22,7 @@ class PagedContext:
     Row i of sequence b is at index lengths[b] + i. It attends to the committed tokens and the rows j whose
     bit is set in ancestors[b, i]: itself and those above it; without ancestors to the rows before it and
     itself. Its position p is lengths[b] and the number of rows above it. With a window it attends only to
-    positions from p - window + 1 on and to the first 64. Query head h reads KV head h // (H / KV).
+    positions from p - window + 1 on and to the first `sinks`. Query head h reads KV head h // (H / KV).
     """
 
     keys: HeadPool  # [pages, KV, page, row]; a quantised pool stores rotated rows
@@ -32,6 +32,7 @@ class PagedContext:
     ancestors: Tensor | None = None  # [B, T] bits: B = S, or for ragged rows 1; None: prompt text
     first: Tensor | None = None  # [S + 1] first row of each sequence, for ragged rows
     window: int | None = None
+    sinks: int = SINKS  # or 0
 
     def tree_rows(self, q: Tensor, gate: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return q and gate [R, H, D] and the ancestors [R] of trees of at most MAX_ROWS rows."""

@@ -19,7 +19,6 @@ from bough.kernels.runtime.triton_pdl import launch_options, wait_for_inputs
 
 SPLITS, TIERS = records.SPLITS, records.TIERS
 TAILS = 2  # partial results after the splits: a row's last two blocks
-SINKS = tl.constexpr(records.SINKS)
 LOG2_E = 1.4426950408889634
 
 
@@ -145,7 +144,7 @@ def _add_committed(
     ROTATION: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, KEY_TYPE: tl.constexpr,
     VALUE_TYPE: tl.constexpr, SPLITS: tl.constexpr, SPLITS0: tl.constexpr, TIER0: tl.constexpr,
     SPLITS1: tl.constexpr, TIER1: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One slot of a tile of BLOCK_M queries: the block before the root's (turn 0) or a split."""
     PER: tl.constexpr = 64 // BLOCK_N
@@ -169,7 +168,7 @@ def _add_committed(
         if WINDOW:
             oldest = tl.maximum(length - window + 1, 0) // 64
             begin += tl.maximum(tl.cdiv(oldest - begin, stride), 0) * stride
-            sink = ((split == 0) & (begin > 0)).to(tl.int32)
+            sink = ((split == 0) & (begin > 0) & (SINKS > 0)).to(tl.int32)
         blocks = sink + tl.maximum(tl.cdiv(last + 1 - begin, stride), 0)
         # The last block of this slot that a query has; below 0: it has no such slot.
         newest = tl.where(splits == stride, newest_block - 2, -1)
@@ -221,7 +220,7 @@ def _add_assembled(
     ROTATION: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, KEY_TYPE: tl.constexpr,
     VALUE_TYPE: tl.constexpr, SPLITS: tl.constexpr, SPLITS0: tl.constexpr, TIER0: tl.constexpr,
     SPLITS1: tl.constexpr, TIER1: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The last blocks of one row that hold rows of the tree."""
     bits = tl.load(ancestors + row)
@@ -273,7 +272,7 @@ def _paged_kernel(
     ROTATION: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, KEY_TYPE: tl.constexpr,
     VALUE_TYPE: tl.constexpr, SPLITS: tl.constexpr, SPLITS0: tl.constexpr, TIER0: tl.constexpr,
     SPLITS1: tl.constexpr, TIER1: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, SINKS: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One KV head of one slot of BLOCK_M queries, or of the last blocks of one row, a program.
 
@@ -293,14 +292,14 @@ def _paged_kernel(
             q, key_codes, key_scales, value_codes, value_scales, table, ancestors, part_top, part_weight,
             part_sum, scale, rows, window, length, head, number // units, tile, start_row, count,
             KV, GROUP, PAGE, D, BLOCK, ROTATION, KEYS, VALUES, KEY_TYPE, VALUE_TYPE, SPLITS, SPLITS0, TIER0,
-            SPLITS1, TIER1, BLOCK_M, BLOCK_N, WINDOW, PRECISION,
+            SPLITS1, TIER1, BLOCK_M, BLOCK_N, WINDOW, SINKS, PRECISION,
         )  # fmt: skip
     elif count > 0:
         _add_assembled(
             q, key_codes, key_scales, value_codes, value_scales, table, ancestors, part_top, part_weight,
             part_sum, active, scale, rows, window, length, head, row,
             KV, GROUP, PAGE, D, BLOCK, ROTATION, KEYS, VALUES, KEY_TYPE, VALUE_TYPE, SPLITS, SPLITS0, TIER0,
-            SPLITS1, TIER1, BLOCK_M, BLOCK_N, WINDOW, PRECISION,
+            SPLITS1, TIER1, BLOCK_M, BLOCK_N, WINDOW, SINKS, PRECISION,
         )  # fmt: skip
 
 
@@ -512,7 +511,8 @@ def paged_attention(q: Tensor, context: PagedContext, *, gate: Tensor | None = N
         KV=kv_heads, GROUP=group, PAGE=page, D=dim, BLOCK=triton.next_power_of_2(dim),
         ROTATION=rotation if keys.format.quantised else 0, KEYS=form(keys), VALUES=form(values),
         KEY_TYPE=_type(keys), VALUE_TYPE=_type(values), SPLITS=SPLITS, TIER0=TIERS[0][0], SPLITS0=TIERS[0][1],
-        TIER1=TIERS[1][0], SPLITS1=TIERS[1][1], WINDOW=context.window is not None, RAGGED=first is not None,
+        TIER1=TIERS[1][0], SPLITS1=TIERS[1][1], WINDOW=context.window is not None, SINKS=context.sinks,
+        RAGGED=first is not None,
         PRECISION="ieee",
         # A fused multiply-add rounds once: the two loops must not differ in that.
         enable_fp_fusion=False, **sizes,

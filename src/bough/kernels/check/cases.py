@@ -50,6 +50,7 @@ from bough.kernels.slot_mapping import reference as mapping_reference
 
 Outputs = Sequence[Tensor]
 _Formats = tuple[str, str]  # of K and of V
+_Window = dict[str, int]
 _Delta = tuple[int, int, int, int]  # key heads, value heads, dims, taps of the convolution
 Q = QuantType
 _PENDING = 5  # rows of the last tree that were accepted and wait for their commit
@@ -388,6 +389,13 @@ def _attention(shapes: Shapes, random: Random, sizes: Sizes) -> Cases:
             make = partial(_tree_attention, shapes, random, kv, rows, sizes)
             yield "tree attention", f"{name}, {rows} rows", make
         yield "prompt attention", name, partial(_prompt_attention, shapes, random, kv, sizes)
+        if shapes.sliding is not None:
+            # Shorter than the context of a check, so that it hides something.
+            near = {"window": min(shapes.sliding, sizes.chunk // 2), "sinks": 0}
+            make = partial(_tree_attention, shapes, random, kv, shapes.rows[-1], sizes, near)
+            yield "tree attention", f"{name}, sliding", make
+            make = partial(_prompt_attention, shapes, random, kv, sizes, near)
+            yield "prompt attention", f"{name}, sliding", make
         yield "KV cache", name, partial(_cache_write, shapes, random, kv)
 
 
@@ -403,7 +411,9 @@ def _context(
     return q, gate, PagedContext(keys, values, random.order(pages)[None], lengths)
 
 
-def _tree_attention(shapes: Shapes, random: Random, kv: _Formats, rows: int, sizes: Sizes) -> Work:
+def _tree_attention(
+    shapes: Shapes, random: Random, kv: _Formats, rows: int, sizes: Sizes, near: _Window | None = None
+) -> Work:
     q, gate, context = _context(shapes, random, kv, rows, sizes.context)
     ancestors = random_trees(rows, device=random.device).ancestors
     heads, _, dim = shapes.heads
@@ -412,14 +422,16 @@ def _tree_attention(shapes: Shapes, random: Random, kv: _Formats, rows: int, siz
         attention_cpu.paged_attention,
         2e-2 if "bf16" in kv else 3e-3,
         q,
-        replace(context, ancestors=ancestors, window=shapes.window),
+        replace(context, ancestors=ancestors, **(near or {"window": shapes.window})),
         gate=gate,
         read=sum(plane.nbytes for pool in (context.keys, context.values) for plane in pool.planes),
         flops=4 * rows * heads * dim * sizes.context,
     )
 
 
-def _prompt_attention(shapes: Shapes, random: Random, kv: _Formats, sizes: Sizes) -> Work:
+def _prompt_attention(
+    shapes: Shapes, random: Random, kv: _Formats, sizes: Sizes, near: _Window | None = None
+) -> Work:
     q, gate, context = _context(shapes, random, kv, sizes.chunk, 70)
     (heads, _, dim), span = shapes.heads, sizes.chunk + 70
     return _function(
@@ -427,7 +439,7 @@ def _prompt_attention(shapes: Shapes, random: Random, kv: _Formats, sizes: Sizes
         attention_cpu.chunk_attention,
         2e-2 if "bf16" in kv else 3e-3,
         q,
-        context,
+        replace(context, **(near or {})),
         span=span,
         gate=gate,
         flops=2 * sizes.chunk * heads * dim * (span + 70),

@@ -41,6 +41,7 @@ class Shapes:
     int8: bool = False
     eps: float = 1e-6
     window: int | None = None
+    sliding: int | None = None  # the same of layers that were trained with it
     host_embedding: bool = False
     sequences: int = 1
 

@@ -12,7 +12,7 @@ const SAVE_EVERY_MS = 1000;
 
 const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "max_tokens"];
 
-// Sampling of the next tries where Regenerate gave a short text that was there: as /regen of a chat in a terminal.
+// Sampling of Regenerate: as recommended, and then where a short text came again: as /regen of a chat in a terminal.
 const WARMER = [{}, ...[1, 1.3, 1.6].map((temperature) => ({ temperature, top_p: 0.95 }))];
 const SHORT = 1000; // characters: a longer text that comes again is a copy of the prompt, and takes long
 
@@ -168,8 +168,8 @@ export class Conversation {
     return this.#answer(before);
   }
 
-  /** Answers the last message; `before`: the answer that this one replaces, by another seed; `tries`: how many came again. */
-  async #answer(before, tries = 0) {
+  /** Answers the last message; `before`: the answer that this one replaces, by another seed; `again`: as it was there before. */
+  async #answer(before, again = false) {
     this.stop();
     if (this.loading) await this.loading;
     const settings = this.getSettings();
@@ -177,8 +177,10 @@ export class Conversation {
     const fixed = (before?.seed ?? Number(settings.seed) - 1) + 1;
     const seed = settings.seed === "" ? crypto.getRandomValues(new Uint32Array(1))[0] : fixed % 2 ** 32;
     const options = { model: this.hooks.onModel(), seed, budget: settings.budget, trees: true };
-    const body = { ...requestBody(this.chat.messages, settings, options), ...WARMER[tries] };
-    const message = { role: "assistant", content: "", reasoning: "", state: "writing", seed, ...(before && { earlier }) };
+    const own = settings.temperature !== "" || settings.top_p !== "";
+    const warmth = own ? 0 : again ? before.warmth + 1 : Number(before?.warmth > 0);
+    const body = { ...requestBody(this.chat.messages, settings, options), ...WARMER[warmth] };
+    const message = { role: "assistant", content: "", reasoning: "", state: "writing", seed, ...(before && { earlier, warmth }) };
     this.chat.messages.push(message);
     this.#save();
     const run = { view: this.#show(message), message, trace: new Trace(), body, chat: this.chat, savedAt: 0 };
@@ -193,14 +195,14 @@ export class Conversation {
       await runTurn(body, { ...this.#turnHooks(abort), onEvent: (event) => this.#handle(run, event) });
       if (message.state === "writing") message.state = "done";
       const same = message.content && earlier.includes(message.content);
-      const fixed = settings.temperature !== "" || settings.top_p !== "";
       const short = message.content.length + message.reasoning.length <= SHORT;
-      if (same && short && !fixed && tries + 1 < WARMER.length && this.abort === abort && run.chat === this.chat) {
+      if (same && short && !own && warmth + 1 < WARMER.length && this.abort === abort && run.chat === this.chat) {
         this.#truncate(this.chat.messages.indexOf(message));
-        return await this.#answer(message, tries + 1);
+        return await this.#answer(message, true);
       }
-      const warmth = tries ? `Done, at temperature ${WARMER[tries].temperature}: by the recommended sampling the same text came again.` : "Done.";
-      this.hooks.onStatus(same ? "The same text, although by another seed: a higher temperature gives others." : warmth);
+      if (same) message.note = "The same text, although by another seed: a higher temperature gives others.";
+      else if (warmth) message.note = `Sampled at temperature ${WARMER[warmth].temperature}, as the recommended sampling gave the same text.`;
+      this.hooks.onStatus("Done.");
     } catch (error) {
       this.#fail(run, error, abort);
     }

@@ -95,7 +95,8 @@ export class MessageView {
     }
     const parts = [];
     if (message.error) parts.push(this.#errorNotice());
-    else if (STATES[message.state]) parts.push(element("p", { className: "note" }, STATES[message.state]));
+    const note = STATES[message.state] ?? message.note;
+    if (note && !message.error) parts.push(element("p", { className: "note" }, note));
     const controls = element("div", { className: "controls" }, button("regenerate", message.error ? "Try again" : "Regenerate"));
     if (message.content) controls.prepend(button("copy", "Copy"));
     if (message.stats) controls.append(element("span", { className: "stats" }, statsInWords(message.stats)));
