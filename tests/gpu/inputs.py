@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bough.gguf.types import QuantType
-from bough.kernels.attention import PagedContext, paged_attention
+from bough.kernels.attention import SINKS, PagedContext, paged_attention
 from bough.kernels.attention import cpu as attention_cpu
 from bough.kernels.attention import prefill as chunk_attention
 from bough.kernels.causal_conv import ConvRows, ConvWeights, DeltaBuffers, DeltaHeads
@@ -204,13 +204,14 @@ class PagedStep:
         *,
         heads: tuple[int, int, int] = ATTENTION_HEADS,
         window: int | None = None,
+        sinks: int = SINKS,
         layers: int | None = None,
         trees: Callable[[int, int], TreeRows] = binary_trees,
     ):
         query_heads, kv_heads, dim = heads
         batch, pages = len(lengths), -(-(max(lengths) + MAX_TREE_ROWS) // PAGE)
         shape = (batch * pages, kv_heads, PAGE)
-        self.window, self.tree = window, trees(rows, batch)
+        self.reach, self.tree = {"window": window, "sinks": sinks}, trees(rows, batch)
         self.q = torch.randn(batch, rows, query_heads, dim, device=DEVICE)
         self.gate = torch.randn(batch, rows, query_heads, 2 * dim, device=DEVICE)[..., dim:]
         self.pools = [
@@ -225,7 +226,7 @@ class PagedStep:
 
     def context(self, pools: list[HeadPool] | None = None) -> PagedContext:
         tables = (self.page_table, self.lengths, self.tree.ancestors)
-        return PagedContext(*(pools or self.pools), *tables, window=self.window)
+        return PagedContext(*(pools or self.pools), *tables, **self.reach)
 
     def attention(
         self, implementation: Callable[..., Tensor] = paged_attention, pools: list[HeadPool] | None = None
@@ -240,7 +241,16 @@ class PagedStep:
 class AttentionChunk:
     """Queries of a prompt chunk over a context in pages; pages that nobody may read hold NaN."""
 
-    def __init__(self, heads: tuple[int, int, int], rows: int, length: int, formats: tuple[str, str]):
+    def __init__(
+        self,
+        heads: tuple[int, int, int],
+        rows: int,
+        length: int,
+        formats: tuple[str, str],
+        *,
+        window: int | None = None,
+    ):
+        """`window`: of a sliding layer."""
         query_heads, kv_heads, dim = heads
         pages = -(-(rows + length) // PAGE)
         table = torch.randperm(pages + 3, device=DEVICE)[None, : pages + 1].contiguous()
@@ -249,7 +259,8 @@ class AttentionChunk:
         pools = [filled(format, shape, dim, used, device=DEVICE) for format in formats]
         self.q = torch.randn(1, rows, query_heads, dim, device=DEVICE)
         self.gate = torch.randn(1, rows, query_heads, 2 * dim, device=DEVICE)[..., dim:]
-        self.context = PagedContext(*pools, table, torch.tensor([length], device=DEVICE))
+        reach = {} if window is None else {"window": window, "sinks": 0}
+        self.context = PagedContext(*pools, table, torch.tensor([length], device=DEVICE), **reach)
         self.span = rows + length
 
     def attention(self) -> Tensor:

@@ -118,7 +118,7 @@ def plain_rows(step: PagedStep, implementation: Callable[..., torch.Tensor], ite
     rows = []
     for row, pools, length in roots(step.pools, table, int(step.lengths[item]), ancestors):
         one = slice(item, item + 1), slice(row, row + 1)
-        root = PagedContext(*pools, table[None], length, torch.ones_like(length)[None], window=step.window)
+        root = PagedContext(*pools, table[None], length, torch.ones_like(length)[None], **step.reach)
         rows.append(implementation(step.q[one], root, gate=step.gate[one])[0, 0])
     return torch.stack(rows)
 
@@ -296,6 +296,28 @@ def test_chunk_attention_matches_the_reference(
     with nan_filled_memory():
         found = chunk.attention()
     assert_close(found, chunk.reference(), tolerance=tolerance(formats, bf16=1e-2))
+
+
+@pytest.mark.parametrize("window", [1, 100, 2048])
+@pytest.mark.parametrize(("rows", "length"), [(1, 3000), (513, 4000), (2048, 1)])
+def test_a_sliding_layer_reads_a_chunk(
+    monkeypatch: pytest.MonkeyPatch, rows: int, length: int, window: int
+) -> None:
+    torch.manual_seed(1)
+    monkeypatch.setattr(prefill, "SLICE_BYTES", 4 * 2 * 128 * 1024)
+    chunk = AttentionChunk((32, 2, 128), rows, length, ("f16", "f16"), window=window)
+    with nan_filled_memory():
+        found = chunk.attention()
+    assert_close(found, chunk.reference(), tolerance=2e-3)
+
+
+@pytest.mark.parametrize(("rows", "length", "window"), WINDOW_CASES)
+def test_a_sliding_layer_verifies_a_tree(rows: int, length: int, window: int) -> None:
+    step = PagedStep(
+        ("f16", "f16"), rows, (length,), heads=(32, 2, 128), window=window, sinks=0, trees=random_trees
+    )
+    assert_close(step.attention(), step.reference(), tolerance=2e-3)
+    assert_plain_decoding(step)
 
 
 @pytest.mark.interpreted

@@ -1,6 +1,7 @@
 """Speculation and the prefix cache after images: the text of plain decoding, no state of another picture."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from bough.models.decoder import Decoder
 from bough.models.vision import VisionTower
 from bough.prefix_cache.cache import PrefixCacheConfig
 from bough.prefix_cache.files import SnapshotFiles
+from bough.session.loading import load_session
 from bough.state.sequences import CacheConfig
 from tests.engine.driving import run
 from tests.engine.test_lossless import SAMPLINGS
@@ -89,6 +91,18 @@ def test_same_text_in_company(
                 texts[sequences[sequence]] += event.ids
             ended += isinstance(event, Done)
     assert texts == {name: plain[name] for name in names}
+
+
+@pytest.mark.parametrize("proposers", ["mtp", "dflash, mtp, lookup", "dspark", "dspine, mtp, lookup"])
+def test_same_text_from_a_snapshot(
+    model: Path, drafts: EveryDraft, plain: dict[tuple[str, str], list[int]], proposers: str
+) -> None:
+    config = replace(drafts.config(proposers), prefix_cache=1 << 28)
+    engine = load_session(model, config).engine
+    request = request_of("two", "T 1.0")
+    for cached in (0, request.images[-1].end):
+        text, done = run(engine, request)
+        assert text == plain["two", "T 1.0"] and done.stats.cached_tokens >= cached
 
 
 @pytest.fixture(scope="module")

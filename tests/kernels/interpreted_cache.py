@@ -124,16 +124,23 @@ def test_a_window_reads_no_page_outside_of_it(sinks: int, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    ("pair", "page", "length", "window"),
+    ("pair", "page", "length", "window", "sinks"),
     [
-        (("f16", "f16"), 64, 250, None),
-        (("q8_0", "q4_0"), 64, 60, None),
-        (("tq3_0", "q8_0"), 64, 127, 100),
-        (("f32", "f32"), 8, 190, None),
+        (("f16", "f16"), 64, 250, None, SINKS),
+        (("q8_0", "q4_0"), 64, 60, None, SINKS),
+        (("tq3_0", "q8_0"), 64, 127, 100, SINKS),
+        (("f32", "f32"), 8, 190, None, SINKS),
+        (("f16", "f16"), 64, 250, 100, 0),
+        (("f16", "f16"), 64, 190, 64, 0),
     ],
 )
 def test_a_row_has_the_bits_that_it_has_after_its_path_was_committed(
-    pair: tuple[str, str], page: int, length: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+    pair: tuple[str, str],
+    page: int,
+    length: int,
+    window: int | None,
+    sinks: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rows in the root's block and the next, with one number of splits and with two."""
     few_splits(monkeypatch, 4)
@@ -142,12 +149,13 @@ def test_a_row_has_the_bits_that_it_has_after_its_path_was_committed(
     pools = [filled(name, (pages, 1, page), dim, torch.ones(pages, dtype=torch.bool)) for name in pair]
     table, q, step = torch.randperm(pages), torch.randn(1, rows, group, dim), tree_of(rows, 1)
     assert step.ancestors is not None
-    context = PagedContext(*pools, table[None], torch.tensor([length]), step.ancestors, window=window)
+    options = {"window": window, "sinks": sinks}
+    context = PagedContext(*pools, table[None], torch.tensor([length]), step.ancestors, **options)
     found = attention_kernel.paged_attention(q, context)
     close(found, attention.paged_attention(q, context), TOLERANCE)
     for row, moved, position in roots(pools, table, length, step.ancestors[0]):
         root = torch.ones(1, 1, dtype=torch.int64)
-        context = PagedContext(*moved, table[None], position, root, window=window)
+        context = PagedContext(*moved, table[None], position, root, **options)
         alone = attention_kernel.paged_attention(q[:, row : row + 1], context)
         assert torch.equal(alone[0, 0], found[0, row]), row
 
