@@ -49,7 +49,6 @@ class TextHistory:
             self.waited, self._new = WAITS[-1], False
 
     def begin_steps(self, count: int = 1) -> None:
-        self.begin()
         for estimator in self._estimators:
             estimator.step(count=count)
 

@@ -227,6 +227,7 @@ class RowPolicy:
 
     def plan(self, *, copied: int = 0, probability: float = 0.0) -> Plan:
         """Plan the next step, where prompt lookup found `copied` tokens, each right with `probability`."""
+        self.history.begin()
         self.history.begin_steps()
         self.mixes.step()
         plan = self._decide(copied, probability)

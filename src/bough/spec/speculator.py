@@ -454,6 +454,7 @@ class Speculator:
         copied, score = text.copied
         history = text.policy.history
         history.mix = mix
+        history.begin()
         history.begin_steps()
         if history.acceptance.started and (due or not text.expected):
             text.expected = history.acceptance.expected(history.waited)
