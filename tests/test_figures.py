@@ -22,7 +22,11 @@ OTHER_TABLES = {
         "part": "tests/memory/test_planner.py",
         "K/V": "tests/memory/test_planner.py",
     },
-    "docs/models.md": {"type": "tests/gguf/test_quantise.py", "family": "src/bough/hub/recommended.py"},
+    "docs/models.md": {
+        "type": "tests/gguf/test_quantise.py",
+        "family": "src/bough/hub/recommended.py",
+        "where": "tests/memory/test_planner.py",
+    },
     "docs/long-context.md": {
         "`--kv`": "tests/kernels/test_kv_cache.py",
         "K / V": "tests/kernels/test_kv_cache.py",

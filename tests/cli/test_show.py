@@ -53,7 +53,7 @@ def test_as_a_person_sees_it(bough, tiny_model):
         "Q4_K",
         "Q6_K",
         "4,096",
-        "2.54 MiB as stored, and about that on a GPU or in native CPU code; "
+        "2.54 MiB as stored, about 2.54 MiB on a GPU, 2.54 MiB in native CPU code; "
         "15.52 MiB in PyTorch on a CPU (32 bits each)",
         "context on a CPU on a GPU 4,096 6.59 MiB",
     ):

@@ -122,7 +122,7 @@ def test_a_step_without_rows_changes_nothing(tiny_model: Callable[..., Path]) ->
 
     before = tensors()
     assert states.buffers.spare_page == 0
-    runner._inputs_of(4).load([])
+    runner._trees.of(4).load([])
     runner._accept(runner._forward(4, 16))
     for old, new in zip(before, tensors(), strict=True):
         assert torch.equal(old, new)

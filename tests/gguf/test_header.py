@@ -187,7 +187,7 @@ def test_bad_tensors(path: Path, tensors: list[bytes], parts: list[str]) -> None
 
 @pytest.mark.parametrize(
     ("type", "name"),
-    [(9, "Q8_1"), (15, "Q8_K"), (142, "PQ2_0"), (26, "I32"), (999, "unknown")],
+    [(9, "Q8_1"), (15, "Q8_K"), (31, "Q4_0_4_4"), (26, "I32"), (999, "unknown")],
 )
 def test_unsupported_types(path: Path, type: int, name: str) -> None:
     error = refuse(

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bough.errors import UnsupportedQuant
 from bough.gguf import quants
-from bough.gguf.quants import check_decodable, dequantise
+from bough.gguf.quants import check_decodable, dequantise, to_q4_0
 from bough.gguf.types import QuantType
 
 # Byte offsets of the float16 fields of a block.
@@ -41,6 +41,8 @@ HALVES = {
     QuantType.NVFP4: (),
     QuantType.Q1_0: (0,),
     QuantType.Q2_0: (0,),
+    QuantType.PQ2_0: (0,),
+    QuantType.PTQ1_0: (26,),
     QuantType.F32: (),
     QuantType.F16: (0,),
     QuantType.BF16: (),
@@ -58,7 +60,9 @@ def reference(data: Tensor, type: QuantType) -> Tensor:
     # imported here because machines that only test devices do not have the package
     import numpy
 
-    if type in (QuantType.Q1_0, QuantType.Q2_0):  # the package only has their names
+    if type is QuantType.PTQ1_0:
+        return ternary_reference(data)
+    if type in (QuantType.Q1_0, QuantType.Q2_0, QuantType.PQ2_0):  # the package has two of their names
         blocks = data.contiguous().numpy().reshape(-1, type.block_bytes)
         scale = blocks[:, :2].copy().view(numpy.float16).astype(numpy.float32)
         bits = numpy.unpackbits(blocks[:, 2:], axis=1, bitorder="little").astype(numpy.float32)
@@ -75,6 +79,26 @@ def reference(data: Tensor, type: QuantType) -> Tensor:
         return torch.from_numpy(
             numpy.array(dequantize(data.contiguous().numpy(), GGMLQuantizationType(type)))
         )
+
+
+def ternary_reference(data: Tensor) -> Tensor:
+    """PTQ1_0, a number at a time: 16 bytes of five digits, 8 of five, 2 of four; first digits first."""
+    import numpy
+
+    blocks = data.contiguous().numpy().reshape(-1, 28)
+    values = numpy.empty((len(blocks), 128), numpy.float32)
+    for block, row in zip(blocks.tolist(), values, strict=True):
+        scale = numpy.array(block[26:], numpy.uint8).view(numpy.float16).astype(numpy.float32)[0]
+        at = 0
+        for first, count, digits in ((0, 16, 5), (16, 8, 5), (24, 2, 4)):
+            for digit in range(digits):
+                for byte in block[first : first + count]:
+                    # of the fraction byte / 256 in base 3
+                    whole = byte * 3**digit % 256
+                    with numpy.errstate(all="ignore"):
+                        row[at] = numpy.float32(whole * 3 // 256 - 1) * scale
+                    at += 1
+    return torch.from_numpy(values.reshape(*data.shape[:-1], -1))
 
 
 def assert_same_bits(ours: Tensor, theirs: Tensor) -> None:
@@ -241,3 +265,12 @@ def test_iq3_s_without_the_gguf_package(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(UnsupportedQuant, match="of type I64, which holds whole numbers"):
         check_decodable(QuantType)
     assert dequantise(random_rows(QuantType.IQ3_S, blocks=1), QuantType.IQ3_S).shape == (256,)
+
+
+@pytest.mark.parametrize("type", [QuantType.Q1_0, QuantType.Q2_0, QuantType.PQ2_0, QuantType.PTQ1_0], ids=str)
+def test_types_of_one_and_two_bits_as_q4_0(type: QuantType) -> None:
+    """The same bits, zeros of a negative scale too; in several slices."""
+    data = random_rows(type, 3, 5, blocks=3000)
+    converted = to_q4_0(data, type)
+    assert converted.shape == (3, 5, 3000 * type.block_elements // 32 * 18)
+    assert_same_bits(dequantise(converted, QuantType.Q4_0), dequantise(data, type))

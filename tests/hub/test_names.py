@@ -64,6 +64,7 @@ def test_parsing_any_text_gives_a_name_or_a_usage_error(text):
 FILES = [
     "model-BF16.gguf",
     "model-IQ4_XS.gguf",
+    "model-PTQ1_0.gguf",
     "model-Q4_K_M.gguf",
     "model-Q4_K_S.gguf",
     "model-Q8_0.gguf",
@@ -95,6 +96,7 @@ def sets(*names: str) -> list[GGUFSet]:
         ("Q4_K_XL", "model-UD-Q4_K_XL.gguf"),
         ("bf16", "model-BF16.gguf"),
         ("iq4_xs", "model-IQ4_XS.gguf"),
+        ("PTQ1_0", "model-PTQ1_0.gguf"),
         ("F16", "F16/model-F16-00001-of-00002.gguf"),
     ],
 )

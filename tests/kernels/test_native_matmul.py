@@ -8,6 +8,7 @@ import torch
 from bough.gguf.quantise import quantise
 from bough.gguf.quants import dequantise
 from bough.gguf.types import NATIVE_TYPES, QuantType
+from bough.kernels.hadamard import BlockRotation
 from bough.kernels.native import INT8, INT16, argmax_rows, has_kind, packed_bytes, rank_rows
 from bough.kernels.native.library import parsed_flags, usable_variants
 from bough.kernels.native.memory import WeightMemory
@@ -19,7 +20,8 @@ from tests.kernels.native_library import needs_native, opened, variants
 pytestmark = needs_native
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-WITHOUT_ENCODER = ("Q5_0", "IQ4_NL", "IQ4_XS")
+TWO_BITS = ("Q2_0", "PQ2_0", "PTQ1_0", "Q1_0")
+WITHOUT_ENCODER = ("Q5_0", "IQ4_NL", "IQ4_XS", *TWO_BITS)
 ERRORS = {INT8: 2e-2, INT16: 1e-4}  # relative RMS, of activations rounded to so many bits
 
 
@@ -37,7 +39,9 @@ def weight(kind: str, rows: int, columns: int) -> torch.Tensor:
         type = QuantType[kind]
         shape = (rows, columns // type.block_elements, type.block_bytes)
         blocks = torch.randint(0, 256, shape, dtype=torch.uint8)
-        blocks[..., :2] = (values[:, :: type.block_elements, None] / 16).half().view(torch.uint8)
+        at = 26 if kind == "PTQ1_0" else 0
+        scales = (values[:, :: type.block_elements, None] / 16).half()
+        blocks[..., at : at + 2] = scales.view(torch.uint8)
         return blocks.flatten(1)
     return quantise(values, QuantType[kind])
 
@@ -81,6 +85,38 @@ def test_same_bits_in_any_company(kind: str, mode: int) -> None:
             for count in (1, 2, 3, 4, 5, 9):
                 found.append(torch.cat([library.matmul(matrix, part, mode=mode) for part in x.split(count)]))
     assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+@pytest.mark.parametrize("kind", TWO_BITS)
+def test_two_bits_are_packed_in_two(kind: str) -> None:
+    """And 16 for each 32 as their scale, with the same values to the bit: zeros may have the other sign."""
+    library, type = opened(), QuantType[kind]
+    source = weight(kind, 16, 4096)
+    matrix = library.pack(source, type, (16, 4096))
+    assert packed_bytes(type, 16, 4096) == matrix.nbytes == 16 * 4096 * 2.5 / 8
+    assert torch.equal(library.embed(matrix, torch.arange(16)), dequantise(source, type))
+
+
+@pytest.mark.parametrize("kind", ["PQ2_0", "Q8_0", "F32"])
+def test_a_matrix_in_another_basis(kind: str) -> None:
+    """Multiplied with rows in its basis; its rows out of it. The same bits in any company and variant."""
+    source, x, type = weight(kind, 61, 512), torch.randn(70, 512), QuantType[kind]
+    signs, order = torch.randint(0, 2, (512,)) * 2.0 - 1, torch.randperm(512)
+    plain = opened().pack(source, type, (61, 512))
+    for order_read in (None, order):
+        basis, found = BlockRotation(signs, order_read, 128), []
+        expected = opened().matmul(plain, basis(x))
+        for variant in variants():
+            matrix = opened(3, variant).pack(source, type, (61, 512), rotation=basis)
+            found += [
+                torch.cat([opened(3, variant).matmul(matrix, part) for part in x.split(count)])
+                for count in (1, 9, 70)
+            ]
+        assert all(torch.equal(expected, other) for other in found)
+    in_order = BlockRotation(signs, None, 128)
+    matrix = opened().pack(source, type, (61, 512), rotation=in_order)
+    rows = opened().embed(plain, torch.arange(61))
+    assert torch.equal(opened().embed(matrix, torch.arange(61)), in_order.restored(rows))
 
 
 def test_numbers_that_are_none_stay_visible() -> None:

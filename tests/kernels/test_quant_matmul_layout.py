@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from bough.gguf.quants import dequantise
-from bough.gguf.types import QuantType
+from bough.gguf.types import TILE_TYPES, QuantType, tile_type
 from bough.kernels.quant_matmul.layout import LAYOUTS, empty_packed, layout_of, pack, unpack
 
 # Byte offsets of the float16 fields of a block; every other byte may hold anything.
@@ -76,3 +76,8 @@ def test_tiles_are_hardly_larger_than_blocks() -> None:
     for type in LAYOUTS:
         limit = 1.35 if type == QuantType.Q3_K else 1.09
         assert bits[type.name] <= type.bits_per_weight * limit, (type.name, bits[type.name])
+
+
+def test_types_with_tiles_are_named_without_torch() -> None:
+    assert set(TILE_TYPES) == set(LAYOUTS)
+    assert all(tile_type(type) in (*LAYOUTS, QuantType.F16) for type in QuantType)

@@ -7,15 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from bough.cli.footprint import in_native_code, on_gpu
 from bough.config import DraftConfig, EngineConfig, SpecConfig
 from bough.engine.engine import Engine, Request
 from bough.errors import ResourceError, UsageError
 from bough.gguf.reader import GGUFFile
 from bough.gguf.types import QuantType
 from bough.kernels.kv_cache.format import FORMATS
+from bough.kernels.native import unavailable
 from bough.kernels.sampling.launch import Workspace
 from bough.kernels.sampling.state import SamplingState
 from bough.memory.device import CUDA_CONTEXT, MemoryBudget, assumed_budget
@@ -28,8 +30,10 @@ from bough.models.spec import ModelSpec
 from bough.models.step import largest_padded
 from bough.models.weights import WeightLoader
 from bough.state.draft_ring import draft_buffers
-from bough.state.sequences import CacheConfig, SequenceStates
+from bough.state.sequences import PAGE, CacheConfig, SequenceStates
 from tests.engine.sparse_pair import pair_27b
+from tests.models.rotated import EMBEDDING as EMBEDDING_NAME
+from tests.models.rotated import Basis
 from tests.tiny_draft import draft_config, save_draft
 from workshop.grow.grow import Growth, grow
 from workshop.tiny import FAMILIES
@@ -235,6 +239,40 @@ def test_sizes_of_a_27b(planner_27b: MemoryPlanner) -> None:
     assert options["q8_0"].max_ctx > 130_000 and not options["q8_0"].fits and options["tq3_0"].fits
 
 
+def test_sizes_of_a_ternary_27b_in_another_basis(pair_27b: Growth) -> None:
+    """The tensors of the published Bonsai 2: 7.2 GB in the file, 4.5 bits a weight on a GPU, 2.5 on a CPU."""
+    with GGUFFile.open(pair_27b.target) as file:
+        names = [name for name, info in file.tensors.items() if len(info.shape) == 2 and "conv1d" not in name]
+        rotated = [name for name in names if "ssm_alpha" not in name and "ssm_beta" not in name]
+        assert len(rotated) == 402
+        basis = Basis(1024, heads=(16, 48))
+        for name in rotated:
+            basis.signs_of(file.tensors[name].shape[1])
+        file.metadata = {**file.metadata, **basis.keys(rotated)}
+        types = {name: QuantType.PQ2_0 if name in rotated else QuantType.BF16 for name in names}
+        file.tensors = {
+            name: replace(info, type=types.get(name, info.type)) for name, info in file.tensors.items()
+        }
+        stored = sum(info.nbytes for info in file.tensors.values())
+        assert 7.1e9 < stored < 7.3e9
+        spec, config = ModelSpec.from_gguf(file), EngineConfig()
+        gpu = MemoryPlanner.create(file, spec, config, GPU, assumed_budget(24 * GIB)).plan()
+        embedding = file.tensors[EMBEDDING_NAME].nbytes
+        matrices = (
+            sum(file.tensors[name].elements for name in rotated) - file.tensors[EMBEDDING_NAME].elements
+        )
+        assert gpu.weights == pytest.approx(embedding + matrices * 4.5 / 8, rel=0.01)
+        (note,) = gpu.notes()
+        assert "PQ2_0 (held as Q4_0)" in note and "7.08 GiB more" in note
+        assert gpu.weights == pytest.approx(on_gpu(file, spec).weights, rel=0.01)
+        if unavailable() is None:
+            cpu = MemoryPlanner.create(
+                file, spec, config, torch.device("cpu"), assumed_budget(24 * GIB)
+            ).plan()
+            assert cpu.weights == pytest.approx((matrices + 248320 * 5120) * 2.5 / 8, rel=0.01)
+            assert cpu.weights == pytest.approx(in_native_code(file, spec).weights, rel=0.01)
+
+
 def test_one_row_needs_as_much_as_sixteen(planner_27b: MemoryPlanner) -> None:
     """Steps without trees read short prompts, too."""
     plain, sixteen, more = (
@@ -329,7 +367,7 @@ def test_head_sizes_without_whole_blocks_stay_in_16_bits(planner_27b: MemoryPlan
 def test_types_without_a_kernel_are_named(planner_27b: MemoryPlanner) -> None:
     estimate: MemoryEstimate = replace(planner_27b.estimate, widened={"Q2_K": 3 * GIB, "IQ2_XS": GIB})
     (note,) = replace(planner_27b, estimate=estimate, budget=assumed_budget(80 * GIB)).plan().notes()
-    assert "Q2_K, IQ2_XS" in note and "4.00 GiB" in note
+    assert "Q2_K (held as F16), IQ2_XS (held as F16)" in note and "4.00 GiB" in note
     assert on(planner_27b, 80).plan().notes() == []
 
 
@@ -344,6 +382,15 @@ def test_several_sequences_share_the_pages(planner_27b: MemoryPlanner) -> None:
     # No fixed split: less than eight contexts, and a tenth of the memory stays free.
     assert 4 * 262144 < eight.kv_tokens < 8 * 262144 and eight.total <= 0.9 * 141 * GIB
     assert "8 requests at once share" in eight.line() and "requests" not in one.line()
+
+
+@given(st.lists(st.integers(1, 500), min_size=4, max_size=4))
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_split_of_the_tokens_has_pages(planner_27b: MemoryPlanner, lengths: list[int]) -> None:
+    """Each sequence begins a page of its own."""
+    estimate: MemoryEstimate = replace(planner_27b.estimate, sequences=len(lengths))
+    pages = sum(-(-length // PAGE) for length in lengths)
+    assert pages <= estimate.pool_pages(sum(lengths))
 
 
 def test_the_number_of_sequences_is_what_fits(planner_27b: MemoryPlanner) -> None:

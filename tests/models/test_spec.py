@@ -12,7 +12,6 @@ from bough.gguf.types import QuantType
 from bough.gguf.writer import GGUFWriter
 from bough.models.decoder import Decoder
 from bough.models.spec import ExpertSpec, ModelSpec
-from tests.gguf_edit import edited
 
 QWEN35 = {
     "block_count": 8,
@@ -197,10 +196,3 @@ def test_a_missing_tensor_is_named(tiny_model: Callable[..., Path], tmp_path: Pa
     ):
         Decoder.load(file, progress=lambda done, total: read.append(done))
     assert not read, "refused before weights are read"
-
-
-def test_rotated_weights_are_refused(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
-    """The model would write fluent nonsense."""
-    path = edited(tiny_model("qwen2"), tmp_path / "rotated.gguf", keys={"prism.hadamard.version": 1})
-    with GGUFFile.open(path) as file, pytest.raises(UnsupportedModel, match=r"prism\.hadamard\.version"):
-        ModelSpec.from_gguf(file)

@@ -295,7 +295,7 @@ def test_a_random_pair_with_experts_loads_and_gives_finite_logits(tmp_path, tiny
 
 def test_every_type_has_noise():
     noise = Noise()
-    without = {"IQ1_M", "TQ1_0", "TQ2_0", "I64", "NVFP4", "Q1_0", "Q2_0"}
+    without = {"IQ1_M", "TQ1_0", "TQ2_0", "I64", "NVFP4", "Q1_0", "Q2_0", "PQ2_0", "PTQ1_0"}
     for kind in set(QuantType) - {QuantType[name] for name in without}:
         noise.prepare(kind)
         out = np.zeros(4000 * kind.block_bytes, np.uint8)

@@ -57,6 +57,7 @@ class WithRandom:
     def __init__(self, file: TensorSource, shapes: Mapping[str, tuple[int, ...]]):
         self._file = file
         self._own = {name: TensorInfo(name, shape, _type(shape)) for name, shape in shapes.items()}
+        self.path, self.metadata = file.path, file.metadata
         self.tensors = {**file.tensors, **self._own}
 
     def require_tensor(self, name: str, shape: tuple[int, ...] | None = None) -> TensorInfo:

@@ -17,6 +17,7 @@ from bough.convert.hf_vocab import UNUSED
 from bough.convert.mixes import FILE_TYPES, QUANTISATION_VERSION
 from bough.errors import ResourceError, UnsupportedModel, UsageError
 from bough.gguf.reader import GGUFFile
+from bough.gguf.rotation import require_usual_basis
 from bough.gguf.writer import ValueType
 from bough.hub import catalog
 from bough.models.draft_spec import DraftSpec
@@ -73,6 +74,7 @@ def grow(
     with ExitStack() as stack:
         small = stack.enter_context(GGUFFile.open(target))
         spec = ModelSpec.from_gguf(small)
+        require_usual_basis(small, small.tensors)
         draft_spec, draft_source = None, None
         if draft is not None:
             draft_spec, draft_source = _open_draft(Path(draft), spec, stack)

@@ -4,9 +4,13 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from bough.gguf.types import TWO_BITS, TWO_BITS_PACKED, tile_type
+
 if TYPE_CHECKING:
     from bough.gguf.reader import GGUFFile
     from bough.models.spec import ModelSpec
+
+_EMBEDDING = "token_embd.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +29,7 @@ class Footprint:
 
 def on_cpu(file: "GGUFFile", spec: "ModelSpec") -> Footprint:
     """Return the footprint where PyTorch computes: 32 bits a weight, except the rows of the embedding."""
-    embedding = file.tensors["token_embd.weight"]
+    embedding = file.tensors[_EMBEDDING]
     expanded = sum(info.elements for name, info in file.tensors.items() if not in_mtp_block(name, spec))
     if not spec.tied_head:  # a tied head is an expanded copy beside the stored rows
         expanded -= embedding.elements
@@ -39,13 +43,23 @@ def on_cpu(file: "GGUFFile", spec: "ModelSpec") -> Footprint:
 
 
 def in_native_code(file: "GGUFFile", spec: "ModelSpec") -> Footprint:
-    """Return about the footprint where native CPU code computes: weights as in the file."""
-    return _footprint(stored(file, spec), spec, 4 * spec.head_dim)
+    """Return about the footprint where native CPU code computes: weights as in the file, of 1 bit in 2."""
+    extra = sum(
+        round(info.elements * (TWO_BITS_PACKED - info.type.bits_per_weight) / 8)
+        for name, info in file.tensors.items()
+        if info.type in TWO_BITS and not in_mtp_block(name, spec)
+    )
+    return _footprint(stored(file, spec) + extra, spec, 4 * spec.head_dim)
 
 
 def on_gpu(file: "GGUFFile", spec: "ModelSpec") -> Footprint:
-    """Return about the footprint on a GPU: weights take what they take in the file, or a little more."""
-    return _footprint(stored(file, spec), spec, 2 * spec.head_dim)
+    """Return about the footprint on a GPU: of types without a kernel in what holds them there."""
+    extra = sum(
+        round(info.elements * (tile_type(info.type).bits_per_weight - info.type.bits_per_weight) / 8)
+        for name, info in file.tensors.items()
+        if info.type.bits_per_weight < 16 and name != _EMBEDDING and not in_mtp_block(name, spec)
+    )
+    return _footprint(stored(file, spec) + extra, spec, 2 * spec.head_dim)
 
 
 def _footprint(weights: int, spec: "ModelSpec", row: int) -> Footprint:

@@ -435,18 +435,12 @@ def _not_native(facts: dict[str, Any]) -> str:
 
 
 def _weights(facts: dict[str, Any]) -> str:
-    stored, expanded = (
-        view.amount(size) for size in (facts["stored_bytes"], facts["memory"][0]["cpu"]["weights"])
-    )
+    needs = facts["memory"][0]
+    held = {device: view.amount(needs[device]["weights"]) for device in needs if device != "context"}
+    stored = f"{view.amount(facts['stored_bytes'])} as stored, about {held['gpu']} on a GPU"
     if reason := _not_native(facts):
-        return (
-            f"{stored} as stored, and about that on a GPU; on a CPU PyTorch runs weights {reason}, "
-            f"in {expanded} (32 bits each)"
-        )
-    return (
-        f"{stored} as stored, and about that on a GPU or in native CPU code; "
-        f"{expanded} in PyTorch on a CPU (32 bits each)"
-    )
+        return f"{stored}; on a CPU PyTorch runs weights {reason}, in {held['cpu']} (32 bits each)"
+    return f"{stored}, {held['native']} in native CPU code; {held['cpu']} in PyTorch on a CPU (32 bits each)"
 
 
 def _image_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:

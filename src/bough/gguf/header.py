@@ -69,7 +69,6 @@ _OTHER_TYPES = {
     **{24: "I8", 25: "I16", 26: "I32", 28: "F64"},
     **{31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8"},
     **{36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8"},
-    **{142: "PQ2_0", 143: "PTQ1_0"},  # of PrismML, in no other program
 }
 
 _OLD_Q2_0 = "an older Q2_0 file has blocks of 128 weights, needed 64: choose its -Q2_0_g64 file"

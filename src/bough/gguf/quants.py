@@ -42,6 +42,19 @@ def dequantise(data: Tensor, type: QuantType, *, dtype: torch.dtype = torch.floa
     return out.reshape(shape)
 
 
+def to_q4_0(data: Tensor, type: QuantType) -> Tensor:
+    """Return rows of a type of 1 or 2 bits as those of Q4_0 with the same values: uint8 [..., row bytes]."""
+    codes_of, scale = _TWO_BITS[type]
+    blocks = data.reshape(-1, type.block_bytes)
+    step = (_SLICE_CPU if data.device.type == "cpu" else _SLICE_DEVICE) // type.block_elements
+    parts = []
+    for part in blocks.split(step):
+        codes = (codes_of(part) + 7).view(len(part), -1, 2, 16)  # a code stands for itself less 8, not less 1
+        scales = part[:, None, scale : scale + 2].expand(-1, codes.shape[1], -1)
+        parts.append(torch.cat((scales, codes[:, :, 0] | (codes[:, :, 1] << 4)), -1).flatten())
+    return torch.cat(parts).view(*data.shape[:-1], -1)
+
+
 def _aligned(data: Tensor) -> Tensor:
     """Return a contiguous copy: viewing bytes as wider words needs an aligned start."""
     return data.clone(memory_format=torch.contiguous_format)
@@ -189,24 +202,45 @@ def _iq4_xs(blocks: Tensor) -> Tensor:
     return _lookup(_IQ4_VALUES, q).mul_(scale)
 
 
+def _q1_0_codes(blocks: Tensor) -> Tensor:
+    return _spread(blocks[:, 2:], count=8, bits=1, span=1).flatten(1) << 1
+
+
+def _q2_0_codes(blocks: Tensor) -> Tensor:
+    return _spread(blocks[:, 2:], count=4, bits=2, span=1).flatten(1)
+
+
 def _q1_0(blocks: Tensor) -> Tensor:
-    bits = _spread(blocks[:, 2:], count=8, bits=1, span=1).flatten(1)
-    return bits.float().mul_(2).sub_(1).mul_(_half(blocks, 0))
+    return _q1_0_codes(blocks).float().sub_(1).mul_(_half(blocks, 0))
 
 
 def _q2_0(blocks: Tensor) -> Tensor:
-    q = _spread(blocks[:, 2:], count=4, bits=2, span=1).flatten(1)
-    return q.float().sub_(1).mul_(_half(blocks, 0))
+    return _q2_0_codes(blocks).float().sub_(1).mul_(_half(blocks, 0))
+
+
+def _digits(blocks: Tensor, *spans: tuple[int, int, int]) -> Tensor:
+    """Return the ternary digits 0 to 2 of spans of bytes, the highest of each first; a byte is a fraction.
+
+    A span is its first byte, the one after its last, and the digits of each.
+    """
+    parts = []
+    for start, stop, digits in spans:
+        powers = 3 ** torch.arange(digits, dtype=torch.int32, device=blocks.device)
+        shifted = (blocks[:, None, start:stop].int() * powers[:, None]) & 255
+        parts.append((shifted * 3 >> 8).flatten(1))
+    return torch.cat(parts, 1)
 
 
 def _tq1_0(blocks: Tensor) -> Tensor:
-    """Ternary digits: a byte holds five (the last four bytes four), the highest first, as a fraction."""
-    q = []
-    for start, stop, digits in ((0, 32, 5), (32, 48, 5), (48, 52, 4)):
-        powers = 3 ** torch.arange(digits, dtype=torch.int32, device=blocks.device)
-        shifted = (blocks[:, None, start:stop].int() * powers[:, None]) & 255
-        q.append((shifted * 3 >> 8).flatten(1))
-    return torch.cat(q, 1).float().sub_(1).mul_(_half(blocks, 52))
+    return _digits(blocks, (0, 32, 5), (32, 48, 5), (48, 52, 4)).float().sub_(1).mul_(_half(blocks, 52))
+
+
+def _ptq1_0_codes(blocks: Tensor) -> Tensor:
+    return _digits(blocks, (0, 16, 5), (16, 24, 5), (24, 26, 4)).to(torch.uint8)
+
+
+def _ptq1_0(blocks: Tensor) -> Tensor:
+    return _ptq1_0_codes(blocks).float().sub_(1).mul_(_half(blocks, 26))
 
 
 def _tq2_0(blocks: Tensor) -> Tensor:
@@ -369,4 +403,13 @@ _DECODERS: dict[QuantType, Callable[[Tensor], Tensor]] = {
     QuantType.NVFP4: _nvfp4,
     QuantType.Q1_0: _q1_0,
     QuantType.Q2_0: _q2_0,
+    QuantType.PQ2_0: _q2_0,
+    QuantType.PTQ1_0: _ptq1_0,
+}
+# Of blocks whose values are d times -1, 0, 1 or 2: the values plus 1, and where d stands.
+_TWO_BITS: dict[QuantType, tuple[Callable[[Tensor], Tensor], int]] = {
+    QuantType.Q1_0: (_q1_0_codes, 0),
+    QuantType.Q2_0: (_q2_0_codes, 0),
+    QuantType.PQ2_0: (_q2_0_codes, 0),
+    QuantType.PTQ1_0: (_ptq1_0_codes, 26),
 }

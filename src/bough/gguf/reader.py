@@ -17,10 +17,11 @@ import numpy as np
 
 from bough.errors import BadGGUF, ModelFileError, ModelNotFound
 from bough.gguf.header import FETCH_AGAIN, Header, TensorInfo, read_header, shorten
+from bough.gguf.rotation import NAMES, PREFIX
 
 _SPLIT_NAME = re.compile(r"(?P<stem>.+)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})\.gguf")
 _BLOCK = "mtp-"  # before the name of a file that holds a model's MTP block
-_QUANT = re.compile(r"[-_.](?:UD-)?(?:I?Q[1-9]|TQ[12]|BF16|F16|F32|MXFP4|NVFP4|gguf)", re.IGNORECASE)
+_QUANT = re.compile(r"[-_.](?:UD-)?(?:[IP]?Q[1-9]|P?TQ[12]|BF16|F16|F32|MXFP4|NVFP4|gguf)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +205,28 @@ def _block_beside(trunk: _Part) -> _Part | None:
         )
     prefix = f"blk.{keys[layers]}."
     tensors = {name: info for name, info in part.header.tensors.items() if name.startswith(prefix)}
-    return replace(part, header=replace(part.header, tensors=tensors), keys={layers: expected[2], count: 1})
+    changed = {layers: expected[2], count: 1} | _shared_basis(trunk, part, prefix)
+    return replace(part, header=replace(part.header, tensors=tensors), keys=changed)
+
+
+def _shared_basis(trunk: _Part, block: _Part, prefix: str) -> dict[str, Any]:
+    """Return the names of rotated weights in both files; refuse a block in another basis than its model."""
+    theirs, ours = (
+        {key: value for key, value in part.header.metadata.items() if key.startswith(PREFIX)}
+        for part in (block, trunk)
+    )
+    if not theirs:
+        return {}
+    names = [name for name in theirs.get(NAMES, []) if str(name).startswith(prefix)]
+    differing = [key for key in theirs if theirs[key] != ours.get(key) and not key.endswith("weight_names")]
+    if differing:
+        block.close()
+        raise BadGGUF(
+            f"{block.path}: {differing[0]} is {shorten(theirs[differing[0]])}, "
+            f"needed {shorten(ours.get(differing[0], 'none'))} as in {trunk.path.name}",
+            "move it out of the model's folder",
+        )
+    return {NAMES: [*ours.get(NAMES, []), *names]}
 
 
 def _split_names(part: _Part, count: int) -> list[Path]:

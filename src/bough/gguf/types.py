@@ -2,10 +2,10 @@
 
 from enum import IntEnum
 
-# Types of weights that native CPU code multiplies, in the order of its C enumeration.
+# Types of weights that native CPU code multiplies, in the order of its C enumerations.
 NATIVE_TYPES = (
-    *("Q8_0", "Q4_K", "Q5_K", "Q6_K", "Q5_0", "Q4_0", "IQ4_NL", "IQ4_XS"),
-    *("F16", "BF16", "F32"),
+    *("Q8_0", "Q4_K", "Q5_K", "Q6_K", "Q5_0", "Q4_0", "IQ4_NL", "IQ4_XS", "Q2_0"),
+    *("F16", "BF16", "F32", "PQ2_0", "PTQ1_0", "Q1_0"),
 )
 
 
@@ -41,6 +41,8 @@ class QuantType(IntEnum):
     NVFP4 = 40  # its matrices are multiplied by a tensor of their own, see models/weights.py
     Q1_0 = 41
     Q2_0 = 42  # in blocks of 64; older files have the same number for blocks of 128
+    PQ2_0 = 142  # of PrismML, as the next; gguf/rotation.py says in which files
+    PTQ1_0 = 143
 
     @property
     def block_elements(self) -> int:
@@ -58,6 +60,27 @@ class QuantType(IntEnum):
         """Return the bytes of a row of `elements` weights, which must be whole blocks."""
         assert elements % self.block_elements == 0, (self.name, elements)
         return elements // self.block_elements * self.block_bytes
+
+
+# Values of d times -1, 0, 1 or 2: native CPU code holds them in 2 bits with a float16 scale for each 32.
+TWO_BITS = (QuantType.Q1_0, QuantType.Q2_0, QuantType.PQ2_0, QuantType.PTQ1_0)
+TWO_BITS_PACKED = 2.5
+# Types whose tiles on a GPU have the codes of their blocks.
+TILE_TYPES = tuple(
+    QuantType[name]
+    for name in (
+        *("Q4_K", "Q5_K", "Q6_K", "Q3_K", "IQ4_XS", "Q8_0", "Q4_0", "Q5_0", "IQ4_NL", "MXFP4"),
+        *("Q4_1", "Q5_1"),
+    )
+)
+
+
+def tile_type(type: QuantType) -> QuantType:
+    """Return the type as which a matrix of this one is multiplied on a GPU.
+
+    Of 1 and 2 bits it is Q4_0, whose codes and scales hold the same values; of others without tiles float16.
+    """
+    return type if type in TILE_TYPES else QuantType.Q4_0 if type in TWO_BITS else QuantType.F16
 
 
 # elements and bytes of one block
@@ -90,5 +113,7 @@ _BLOCKS = {
     QuantType.NVFP4: (64, 36),
     QuantType.Q1_0: (128, 18),
     QuantType.Q2_0: (64, 18),
+    QuantType.PQ2_0: (128, 34),
+    QuantType.PTQ1_0: (128, 28),
     QuantType.I64: (1, 8),
 }

@@ -17,6 +17,7 @@ import torch
 from bough.config import EngineConfig
 from bough.errors import ResourceError, UsageError
 from bough.gguf.reader import GGUFFile
+from bough.gguf.types import QuantType, tile_type
 from bough.kernels.kv_cache.format import BLOCK, FORMATS
 from bough.kernels.tree import MAX_ROWS
 from bough.memory.device import (
@@ -133,10 +134,11 @@ class MemoryPlan:
         """Return warnings for the user."""
         notes = []
         if widened := self.estimate.widened:
+            held = [f"{name} (held as {tile_type(QuantType[name]).name})" for name in widened]
             notes.append(
-                f"weights in {', '.join(widened)} have no GPU kernel and are stored as float16: "
+                f"weights in {', '.join(held)} have no GPU kernel of their own: "
                 f"{gib(sum(widened.values()))} more than in the file; "
-                "a quantisation of the K family, Q8_0, Q4_0, Q5_0 or IQ4 is faster and smaller"
+                "a quantisation of the K family, Q8_0, Q4_0, Q5_0 or IQ4 is faster"
             )
         return notes
 

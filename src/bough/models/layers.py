@@ -46,7 +46,7 @@ def takes_packed(*users: Matrix | Projections) -> bool:
     Of any number of rows: those that a card multiplies in parts must have the bits of others.
     """
     matrices = [m for user in users for m in (user.matrices if isinstance(user, Projections) else [user])]
-    tiles = [matrix.data for matrix in matrices if isinstance(matrix.data, PackedWeight)]
+    tiles = [m.data for m in matrices if isinstance(m.data, PackedWeight) and m.rotation is None]
     return len(tiles) == len(matrices) and tiles[0].data.is_cuda
 
 

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from bough.gguf.reader import GGUFFile
-from bough.gguf.types import QuantType
-from bough.kernels.quant_matmul import has_layout
+from bough.gguf.types import QuantType, tile_type
+from bough.kernels.quant_matmul import PackedWeight
 from bough.models.decoder import Block
 from bough.models.measure import MeasuringLoader
 from bough.models.spec import ModelSpec
-from bough.models.weights import Matrix, Projections
+from bough.models.weights import Projections
 
 
 def layer_matmuls(file: GGUFFile) -> list[tuple[Sequence[tuple[QuantType, int]], int]]:
@@ -42,6 +42,6 @@ class _Recorder(MeasuringLoader):
         self.matmuls.append((tuple(self._made), columns))
         return result
 
-    def _tile(self, packed: Tensor, type: QuantType, *, layouts: bool = True) -> Matrix:
-        self._made.append((type if has_layout(type) else QuantType.F16, len(packed)))
+    def _tile(self, packed: Tensor, type: QuantType, *, layouts: bool = True) -> PackedWeight:
+        self._made.append((tile_type(type), len(packed)))
         return super()._tile(packed, type, layouts=layouts)

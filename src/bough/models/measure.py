@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from bough.gguf.types import QuantType
-from bough.kernels.quant_matmul import PackedWeight, empty_packed, has_layout
+from bough.kernels.quant_matmul import PackedWeight, empty_packed
 from bough.models.staging import RangeSource, StagedReader
-from bough.models.weights import Matrix, TensorSource, WeightLoader
+from bough.models.weights import TensorSource, WeightLoader
 
 META = torch.device("meta")
 
@@ -48,18 +48,15 @@ class MeasuringLoader(WeightLoader):
         device = torch.device("cpu") if pinned else META
         return torch.empty(*info.shape[:-1], info.row_bytes, dtype=torch.uint8, device=device)
 
-    def _floats(self, packed: Tensor, scale: Tensor | None, type: QuantType) -> Tensor:
-        nvfp4 = QuantType.NVFP4
-        columns = packed.shape[-1] // nvfp4.block_bytes * nvfp4.block_elements
+    def _converted(self, packed: Tensor, source: QuantType, type: QuantType, scale: Tensor | None) -> Tensor:
+        columns = packed.shape[-1] // source.block_bytes * source.block_elements
         return packed.new_empty(*packed.shape[:-1], type.row_bytes(columns))
 
-    def _tile(self, packed: Tensor, type: QuantType, *, layouts: bool = True) -> Matrix:
+    def _tile(self, packed: Tensor, type: QuantType, *, layouts: bool = True) -> PackedWeight:
         columns = packed.shape[1] // type.block_bytes * type.block_elements
         weight = empty_packed(type, len(packed), columns, META)
         self.tile_bytes += weight.nbytes
-        if not has_layout(type) and type.bits_per_weight < 16:
-            self.widened[type] = self.widened.get(type, 0) + weight.nbytes - packed.numel()
-        return Matrix(weight, None)
+        return weight
 
     def _host_tiles(self, packed: Tensor, type: QuantType) -> PackedWeight:
         columns = packed.shape[1] // type.block_bytes * type.block_elements

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from bough.errors import UnsupportedModel
 from bough.gguf.reader import GGUFFile, TensorInfo
+from bough.gguf.rotation import rotation_of
+from bough.gguf.types import QuantType
 from bough.kernels import native
 from bough.kernels.kv_cache.format import BLOCK, HeadPool, KVFormat
 from bough.kernels.native import INT8, INT16, Library, PackedMatrix
@@ -44,6 +46,7 @@ from bough.models.weights import Progress, TensorSource, WeightLoader
 
 _CPU = torch.device("cpu")
 _WIDEST_CONV = 8
+_FLOATS = (QuantType.F16, QuantType.BF16, QuantType.F32)
 
 
 def native_gap(
@@ -71,7 +74,20 @@ def native_gap(
     for name, size in sizes.items():
         if size % 8:
             return f"a {name} size of {size}, needed a multiple of 8"
-    return weights_gap(file, without=(CLASSIFIER,))
+    return weights_gap(file, without=(CLASSIFIER,)) or _basis_gap(file, len(spec.layers))
+
+
+def _basis_gap(file: TensorSource, layers: int) -> str | None:
+    """Return which matrix a native step would misread: the quantised ones are rotated there, or none is."""
+    if (rotated := rotation_of(file)) is None:
+        return None
+    for name, info in file.tensors.items():
+        read = not name.startswith("blk.") or int(name.split(".")[1]) < layers
+        if not read or not _is_matrix(name, info) or name in (CLASSIFIER, "token_embd.weight"):
+            continue
+        if (name in rotated.names) == (info.type in _FLOATS):
+            return f"{name} in {info.type.name} is {'' if name in rotated.names else 'not '}rotated"
+    return None
 
 
 def weights_gap(file: TensorSource, *, without: Collection[str] = ()) -> str | None:
@@ -119,7 +135,8 @@ class NativeLoader(WeightLoader):
         bias = name.removesuffix("weight") + "bias"
         values = self.vector(bias, rows) if self.has(bias) else None
         # Read once, from the mapped file: neither a copy of it nor its pages stay in memory.
-        packed = self.library.pack(self._file.raw(name), type, (rows, columns), values)
+        rotation = self._rotation(name)
+        packed = self.library.pack(self._file.raw(name), type, (rows, columns), values, rotation)
         self._file.release(name)
         self._count(name)
         self.held.append(packed)

@@ -8,6 +8,7 @@ import ctypes
 import torch
 from torch import Tensor
 
+from bough.gguf.rotation import rotation_of
 from bough.kernels import native
 from bough.kernels.native import INT8
 from bough.kernels.native.library import MAX_ROWS, Layer, Model, NativeBlock, Ring
@@ -32,6 +33,8 @@ def draft_gap(source: TensorSource, spec: DraftSpec) -> str | None:
     for name, size in {"width": spec.width, "feed-forward": spec.feed_forward, "head": spec.head_dim}.items():
         if size % 8:
             return f"the draft has a {name} size of {size}, needed a multiple of 8"
+    if rotation_of(source) is not None:
+        return "the draft's weights are rotated"
     return weights_gap(source, without=SHARED_TENSORS)
 
 

@@ -72,6 +72,8 @@ _MASK_FILE = "mask_embedding.pt"
 class SafetensorsSource:
     """The `TensorSource` of a safetensors file, or of all shards of a checkpoint by the path of one."""
 
+    metadata: Mapping[str, Any] = {}
+
     def __init__(self, path: Path, *, quant: QuantType | None = None):
         self.path = path
         self._quant = quant

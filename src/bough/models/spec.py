@@ -5,6 +5,7 @@ from typing import Literal
 
 from bough.errors import UnsupportedModel
 from bough.gguf.reader import GGUFFile
+from bough.gguf.rotation import rotation_of
 
 _SOFTMAX = 1  # of expert_gating_func
 _SEEING = ("qwen35", "qwen35moe")  # whose rope takes images, the axes' frequencies interleaved
@@ -164,11 +165,7 @@ class ModelSpec:
                 f"{file.path}: general.architecture is {architecture!r}, supported are {', '.join(FAMILIES)}",
                 "bough show FILE lists what the file holds",
             )
-        if rotated := next((key for key in file.metadata if key.startswith("prism.")), None):
-            raise UnsupportedModel(
-                f"{file.path}: key {rotated}: weights in a rotated basis are not supported",
-                "choose a file of an unrotated model",
-            )
+        rotation_of(file)  # refuses what is not known of it, before weights are read
         keys = _Keys(file, architecture)
         layers, mtp = _layers(keys, family)
         heads = keys.count("attention.head_count")

@@ -131,6 +131,8 @@ def _linear(name: str, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
 class WeaverFile:
     """The `TensorSource` of a Weaver head: a pickle of config and state_dict, or a safetensors file."""
 
+    metadata: Mapping[str, Any] = {}
+
     def __init__(self, path: Path, *, quant: QuantType | None = None):
         self.path, self._quant = path, quant
         config, self._weights = _read(path)

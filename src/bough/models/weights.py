@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, takewhile
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -11,12 +12,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from bough.errors import ModelFileError, UnsupportedModel
-from bough.gguf.quants import dequantise
+from bough.gguf.quants import dequantise, to_q4_0
 from bough.gguf.reader import TensorInfo
-from bough.gguf.types import QuantType
+from bough.gguf.rotation import rotation_of
+from bough.gguf.types import TWO_BITS, QuantType, tile_type
 from bough.kernels.embedding import embed
 from bough.kernels.experts import ExpertStack, padded
 from bough.kernels.gather_rows import gather_rows
+from bough.kernels.hadamard import BlockRotation
 from bough.kernels.quant_matmul import (
     Layout,
     PackedRows,
@@ -48,6 +51,7 @@ class Matrix:
 
     data: Tensor | PackedWeight
     type: QuantType | None  # None: expanded, or in tiles
+    rotation: BlockRotation | None = None  # it is stored in this basis, and so never takes packed rows
 
     def __call__(self, x: Tensor | PackedRows, *, exact: bool = False, into: Tensor | None = None) -> Tensor:
         """Return x [..., K] float32 times the weight, transposed: [..., N] float32.
@@ -55,6 +59,8 @@ class Matrix:
         `exact`: the result is not rounded to the weights' type. A matrix in tiles also takes packed rows
         [M, K] and returns [M, N]. `into` [rows, N]: the result is in its first rows.
         """
+        if self.rotation is not None:
+            return self.unrotated(_rotated(x, self.rotation), exact=exact, into=into)
         if into is not None:
             rows = x.rows if isinstance(x, PackedRows) else x.numel() // x.shape[-1]
             if isinstance(self.data, PackedWeight) and isinstance(x, PackedRows):
@@ -67,23 +73,26 @@ class Matrix:
             return quant_matmul(x, self.data, self.type)
         return dense_matmul(x, self.data, exact=exact).to(x.dtype)
 
+    def unrotated(self, x: Tensor | PackedRows, **options: Any) -> Tensor:
+        """Return the same of x that is in the weight's basis."""
+        return replace(self, rotation=None)(x, **options)
+
     def rows(self, indices: Tensor) -> Tensor:
         """Return rows [..., K] float32 of a matrix that is not in tiles."""
         assert isinstance(self.data, Tensor), "tiles are not read by row"
-        if self.type is None:
-            return self.data[indices].float()
-        return embed(self.data, self.type, indices)
+        rows = self.data[indices].float() if self.type is None else embed(self.data, self.type, indices)
+        return rows if self.rotation is None else self.rotation.restored(rows)
 
     def first_rows(self, rows: int) -> "Matrix":
         """Return the first rows as a matrix: a copy of tiles, else a view."""
         if isinstance(self.data, PackedWeight):
-            return Matrix(first_rows(self.data, rows), None)
-        return Matrix(self.data[:rows], self.type)
+            return replace(self, data=first_rows(self.data, rows))
+        return replace(self, data=self.data[:rows])
 
     def partial_sums(self, x: Tensor | PackedRows) -> Tensor | Unfinished:
         """Return the same for a kernel with a fused reduction or scaling: unfinished where possible."""
         data = self.data
-        if isinstance(x, PackedRows) and isinstance(data, PackedWeight):
+        if isinstance(x, PackedRows) and isinstance(data, PackedWeight) and self.rotation is None:
             if supports_partial_sums(x, data):
                 return partial_matmul(x, data)
             if supports_row_scales(x, data):
@@ -94,15 +103,20 @@ class Matrix:
 @dataclass(frozen=True, slots=True)
 class Projections:
     """Several matrices that read the same input, with biases: one matmul if expanded, one for each run of
-    equal types if in tiles."""
+    equal types if in tiles. All rotated ones are in the same basis."""
 
     matrices: tuple[Matrix, ...]
     sizes: tuple[int, ...]
     bias: Tensor | None
 
     def __call__(self, x: Tensor | PackedRows) -> tuple[Tensor, ...]:
+        rotation = self.rotation
         if len(self.matrices) == 1:
             out = self.matrices[0](x)
+        elif rotation is not None:
+            basis = _rotated(x, rotation)
+            parts = [matrix.unrotated(x if matrix.rotation is None else basis) for matrix in self.matrices]
+            out = torch.cat(parts, -1)
         elif tiles := [matrix.data for matrix in self.matrices if isinstance(matrix.data, PackedWeight)]:
             out = _tiled_matmuls(x, tiles)
         else:
@@ -110,6 +124,11 @@ class Projections:
         if self.bias is not None:
             out = out + self.bias
         return out.split(self.sizes, -1)
+
+    @property
+    def rotation(self) -> BlockRotation | None:
+        """Return the basis of those matrices that are rotated."""
+        return next((matrix.rotation for matrix in self.matrices if matrix.rotation is not None), None)
 
     def partial_sums(self, x: Tensor | PackedRows) -> Sequence[Tensor | Unfinished]:
         """Return the same as `Matrix.partial_sums`, if all of them are one matrix."""
@@ -123,10 +142,15 @@ def project_all(x: Tensor | PackedRows, projections: Sequence[Projections]) -> l
     """Return the projections of the same x; matmuls with tiles overlap."""
     tiles = [matrix.data for group in projections for matrix in group.matrices]
     packed = [data for data in tiles if isinstance(data, PackedWeight)]
-    if len(packed) < len(tiles) or any(group.bias is not None for group in projections):
+    if len(packed) < len(tiles) or any(group.bias is not None or group.rotation for group in projections):
         return [group(x) for group in projections]
     out = _tiled_matmuls(x, packed).split([sum(group.sizes) for group in projections], -1)
     return [part.split(group.sizes, -1) for part, group in zip(out, projections, strict=True)]
+
+
+def _rotated(x: Tensor | PackedRows, rotation: BlockRotation) -> Tensor:
+    assert isinstance(x, Tensor), "packed rows for a matrix in another basis"
+    return rotation(x)
 
 
 def _tiled_matmuls(x: Tensor | PackedRows, weights: Sequence[PackedWeight]) -> Tensor:
@@ -142,6 +166,7 @@ class Embedding:
 
     data: Tensor  # [V, row bytes]; pinned where it is not on the tokens' device
     type: QuantType
+    rotation: BlockRotation | None = None
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """Return the embeddings [..., K] float32 of tokens [...]."""
@@ -150,11 +175,18 @@ class Embedding:
             # Quantised rows are copied, and dequantised on the device.
             data = gather_rows(data, tokens.flatten().contiguous())
             tokens = torch.arange(len(data), device=data.device).view(tokens.shape)
-        return embed(data, self.type, tokens)
+        rows = embed(data, self.type, tokens)
+        return rows if self.rotation is None else self.rotation.restored(rows)
 
 
 class TensorSource(Protocol):
     """A file of named tensors, as bytes: GGUF, or safetensors with GGUF's names."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def metadata(self) -> Mapping[str, Any]: ...
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]: ...
@@ -166,6 +198,47 @@ class TensorSource(Protocol):
     def release(self, name: str) -> None:
         """Give back the memory that reading a tensor took."""
         ...
+
+
+class RotatedBases:
+    """The bases of a file's rotated weights, on a device."""
+
+    def __init__(self, file: TensorSource, device: torch.device):
+        self._weights, self._tensors, self._device = rotation_of(file), file.tensors, device
+        # By columns, and whether they are reordered.
+        self._bases: dict[tuple[int, bool], BlockRotation] = {}
+
+    def __call__(self, name: str) -> BlockRotation | None:
+        """Return the basis of a matrix's columns, None if it is the usual one."""
+        columns = self._tensors[name].shape[-1]
+        signs = None if self._weights is None else self._weights.signs_of(name, columns)
+        if self._weights is None or signs is None:
+            return None
+        order = self._weights.order_of(name)
+        key = (columns, order is not None)
+        if key not in self._bases:
+            columns_read = None if order is None else torch.tensor(order, device=self._device)
+            self._bases[key] = BlockRotation(
+                torch.tensor(signs, device=self._device), columns_read, self._weights.block
+            )
+        return self._bases[key]
+
+
+def _note_growth(widened: dict[QuantType, int], infos: Sequence[TensorInfo], weight: PackedWeight) -> None:
+    """Count what matrices in tiles take more than in the file, where no kernel knows their types."""
+    elements = sum(info.elements for info in infos)
+    for info in infos:
+        if not has_layout(info.type) and info.type.bits_per_weight < 16:
+            extra = weight.nbytes * info.elements // elements - info.nbytes
+            widened[info.type] = widened.get(info.type, 0) + extra
+
+
+def _int8_rows(infos: Sequence[TensorInfo]) -> int:
+    """Return how many of the first rows of joined matrices are multiplied in int8 for prompts."""
+    if not infos[0].name.startswith("blk."):
+        return 0  # the head reads a prompt's last row
+    sizes = (info.shape[0] for info in infos)
+    return sum(takewhile(lambda rows: rows >= INT8_MIN_ROWS, sizes))
 
 
 class WeightLoader:
@@ -196,6 +269,7 @@ class WeightLoader:
         tensors ahead.
         """
         self._file = file
+        self._rotation = RotatedBases(file, device)
         self._device = device
         self._tiles = device.type == "cuda" if tiles is None else tiles
         self._space = None if space is None else torch.empty(space, dtype=torch.uint8, device=device)
@@ -206,9 +280,8 @@ class WeightLoader:
         # Quantised weights are multiplied with float32 inputs.
         self.dtype = dtype if self._expand else torch.float32
         self.layouts: set[Layout] = set()  # of the tiles made so far, without experts
-        self.widened: dict[
-            QuantType, int
-        ] = {}  # bytes added to types without a tile layout, stored as float16
+        # Bytes that types without a tile layout take more than in the file.
+        self.widened: dict[QuantType, int] = {}
         self._progress = progress
         self._done = 0
         self.names: list[str] = []  # of the tensors loaded so far, in order
@@ -258,22 +331,27 @@ class WeightLoader:
 
     def projections(self, names: Sequence[str], sizes: Sequence[int], columns: int) -> Projections:
         """Return matrices [size, columns] by name, with the .bias of each .weight if the file has one."""
-        types = [
-            self._loaded_type(self._file.require_tensor(name, (rows, columns)))
-            for name, rows in zip(names, sizes, strict=True)
-        ]
+        for name, rows in zip(names, sizes, strict=True):
+            self._file.require_tensor(name, (rows, columns))
         if self._expand:
-            data = torch.empty(sum(sizes), columns, dtype=self.dtype, device=self._device)
-            for part, name, type in zip(data.split(list(sizes)), names, types, strict=True):
-                self._expand_into(part, self._weight(name), type)
-            matrices = (Matrix(data, None),)
+            matrices = tuple(self._expanded_runs(names, columns))
         elif self._tiles:
-            matrices = tuple(self._tile_runs(names, types))
+            matrices = tuple(self._tile_runs(names))
         else:
             matrices = tuple(
-                Matrix(self._weight(name), type) for name, type in zip(names, types, strict=True)
+                Matrix(self._weight(name), self._loaded_type(name), self._rotation(name)) for name in names
             )
         return Projections(matrices, tuple(sizes), self._biases(names, sizes))
+
+    def _expanded_runs(self, names: Sequence[str], columns: int) -> Iterator[Matrix]:
+        """Yield neighbours in the same basis as one matrix of floats."""
+        for _, run in groupby(names, key=lambda name: self._rotation(name) is None):
+            joined = list(run)
+            sizes = [self._file.tensors[name].shape[0] for name in joined]
+            data = torch.empty(sum(sizes), columns, dtype=self.dtype, device=self._device)
+            for part, name in zip(data.split(sizes), joined, strict=True):
+                self._expand_into(part, self._weight(name), self._loaded_type(name))
+            yield Matrix(data, None, self._rotation(joined[0]))
 
     def experts(
         self, names: Sequence[str], count: int, rows: int, columns: int
@@ -282,12 +360,12 @@ class WeightLoader:
 
         In tiles as one stack for each run of equal types, its rows joined; else the matrices of each name.
         """
-        shape = (count, rows, columns)
-        types = [self._loaded_type(self._file.require_tensor(name, shape)) for name in names]
+        for name in names:
+            self._file.require_tensor(name, (count, rows, columns))
         if self._tiles:
-            runs = groupby(zip(names, types, strict=True), key=lambda pair: pair[1])
-            return tuple(self._tile_stack([name for name, _ in run], type, rows) for type, run in runs)
-        return tuple(self._matrices(name, type) for name, type in zip(names, types, strict=True))
+            runs = groupby(names, key=self._loaded_type)
+            return tuple(self._tile_stack(list(run), type, rows) for type, run in runs)
+        return tuple(self._matrices(name, self._loaded_type(name)) for name in names)
 
     def _matrices(self, name: str, type: QuantType) -> tuple[Matrix, ...]:
         packed = self._weight(name)
@@ -305,9 +383,9 @@ class WeightLoader:
         stacked = self._stacked(parts, padded(whole) - whole)
         if int(names[0].split(".")[1]) < self._host_experts:
             return ExpertStack.of(self._host_tiles(stacked, type), len(parts[0]), whole)
-        matrix = self._tile(stacked, type, layouts=False)
-        assert isinstance(matrix.data, PackedWeight)
-        return ExpertStack.of(matrix.data, len(parts[0]), whole)
+        weight = self._tile(stacked, type, layouts=False)
+        _note_growth(self.widened, [self._file.tensors[name] for name in names], weight)
+        return ExpertStack.of(weight, len(parts[0]), whole)
 
     def _host_tiles(self, packed: Tensor, type: QuantType) -> PackedWeight:
         """Return tiles in host memory, pinned so that a GPU can read them; their row scales on the device."""
@@ -321,34 +399,39 @@ class WeightLoader:
 
     def embedding(self, name: str, rows: int, columns: int) -> Embedding:
         info = self._file.require_tensor(name, (rows, columns))
-        return Embedding(self._weight(name, pinned=self._host_embedding), self._loaded_type(info))
+        type = info.type if info.type in TWO_BITS else self._loaded_type(name)  # its rows are not multiplied
+        return Embedding(self._weight(name, type, pinned=self._host_embedding), type, self._rotation(name))
 
     def _require_vector(self, name: str, shape: tuple[int, ...]) -> TensorInfo:
         info = self._file.require_tensor(name)
         return info if info.shape == (1, *shape) else self._file.require_tensor(name, shape)
 
-    def _loaded_type(self, info: TensorInfo) -> QuantType:
-        """Return the type in which a matrix is held: NVFP4 becomes floats."""
-        if info.type is not QuantType.NVFP4:
-            return info.type
-        return QuantType.F32 if self._expand else QuantType.F16
+    def _loaded_type(self, name: str) -> QuantType:
+        """Return the type in which a matrix is held: NVFP4 becomes floats, ternary weights in tiles Q4_0."""
+        type = self._file.tensors[name].type
+        if type is QuantType.NVFP4:
+            return QuantType.F32 if self._expand else QuantType.F16
+        return tile_type(type) if self._tiles and type in TWO_BITS else type
 
-    def _weight(self, name: str, *, pinned: bool = False) -> Tensor:
-        """Return the rows of a matrix in its loaded type: of NVFP4, times the scale beside it."""
+    def _weight(self, name: str, type: QuantType | None = None, *, pinned: bool = False) -> Tensor:
+        """Return the rows of a matrix in its loaded type, or another: of NVFP4, times the scale beside it."""
         info, packed = self._file.tensors[name], self._packed(name, pinned=pinned)
-        if info.type is not QuantType.NVFP4:
+        type = type or self._loaded_type(name)
+        if info.type is type:
             return packed
         lead = info.shape[:-2]  # experts have a scale each
         scales = {}
         for kind in ("scale", "input_scale"):  # the second is for activations in four bits
             companion = f"{name.removesuffix('weight')}{kind}"
-            if self.has(companion):
+            if info.type is QuantType.NVFP4 and self.has(companion):
                 scales[kind] = self.vector(companion, *(lead or (1,)))
-        return self._floats(packed, scales.get("scale"), self._loaded_type(info))
+        return self._converted(packed, info.type, type, scales.get("scale"))
 
-    def _floats(self, packed: Tensor, scale: Tensor | None, type: QuantType) -> Tensor:
-        """Return NVFP4 rows as the bytes of floats, times `scale`: one number, or one for each expert."""
-        values = dequantise(packed, QuantType.NVFP4)
+    def _converted(self, packed: Tensor, source: QuantType, type: QuantType, scale: Tensor | None) -> Tensor:
+        """Return rows of a type as those of another, times `scale`: one number, or one for each expert."""
+        if type is QuantType.Q4_0:
+            return to_q4_0(packed, source)
+        values = dequantise(packed, source)
         if scale is not None:
             values *= scale.to(values.device).view(-1, *[1] * (values.ndim - 1))
         return values.to(torch.float32 if type is QuantType.F32 else torch.float16).view(torch.uint8)
@@ -374,30 +457,25 @@ class WeightLoader:
         if self._progress is not None:
             self._progress(min(self._done, self._total), self._total)
 
-    def _tile_runs(self, names: Sequence[str], types: Sequence[QuantType]) -> Iterator[Matrix]:
-        """Yield neighbours of one type as one matrix: fewer and larger launches."""
-        for type, run in groupby(zip(names, types, strict=True), key=lambda pair: pair[1]):
-            joined = [name for name, _ in run]
-            matrix = self._tile(self._joined([self._weight(name) for name in joined]), type)
-            assert isinstance(matrix.data, PackedWeight)
-            yield Matrix(with_int8(matrix.data, self._int8_rows(joined)), None)
+    def _tile_runs(self, names: Sequence[str]) -> Iterator[Matrix]:
+        """Yield neighbours of one type and basis as one matrix: fewer and larger launches."""
+        for (type, _), run in groupby(
+            names, key=lambda name: (self._loaded_type(name), self._rotation(name) is None)
+        ):
+            joined = list(run)
+            weight = self._tile(self._joined([self._weight(name) for name in joined]), type)
+            infos = [self._file.tensors[name] for name in joined]
+            _note_growth(self.widened, infos, weight)
+            int8_rows = _int8_rows(infos) if self.int8_prefill else 0
+            yield Matrix(with_int8(weight, int8_rows), None, self._rotation(joined[0]))
 
-    def _int8_rows(self, names: Sequence[str]) -> int:
-        """Return how many of the first rows of joined matrices are multiplied in int8 for prompts."""
-        if not self.int8_prefill or not names[0].startswith("blk."):
-            return 0  # the head reads a prompt's last row
-        sizes = (self._file.tensors[name].shape[0] for name in names)
-        return sum(takewhile(lambda rows: rows >= INT8_MIN_ROWS, sizes))
-
-    def _tile(self, packed: Tensor, type: QuantType, *, layouts: bool = True) -> Matrix:
+    def _tile(self, packed: Tensor, type: QuantType, *, layouts: bool = True) -> PackedWeight:
         weight = pack(packed, type, self._space)
         if self._space is not None:
             self._space = self._space[weight.nbytes :]
         if layouts:
             self.layouts.add(weight.layout)
-        if not has_layout(type) and type.bits_per_weight < 16:
-            self.widened[type] = self.widened.get(type, 0) + weight.nbytes - packed.numel()
-        return Matrix(weight, None)
+        return weight
 
     def _expand_into(self, out: Tensor, packed: Tensor, type: QuantType) -> None:
         rows = max(1, (1 << 22) // out.shape[-1])

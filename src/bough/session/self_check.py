@@ -8,11 +8,11 @@ import torch
 
 from bough.config import EngineConfig
 from bough.gguf.reader import GGUFFile
-from bough.gguf.types import QuantType
+from bough.gguf.rotation import rotation_of
+from bough.gguf.types import QuantType, tile_type
 from bough.kernels.check.cases import Case, cases_of
 from bough.kernels.check.first_start import Verdict, decide
 from bough.kernels.check.shapes import Shapes
-from bough.kernels.quant_matmul import has_layout
 from bough.kernels.runtime import backends
 from bough.kernels.runtime import device as cards
 from bough.memory.estimate import draft_quant
@@ -30,8 +30,8 @@ def shapes_of(file: GGUFFile, config: EngineConfig, plan: MemoryPlan) -> Shapes:
     """Return what decides the kernels of a model that is loaded by a plan."""
     spec, speculation = plan.estimate.spec, config.speculation
     matrices = [info for name, info in file.tensors.items() if _multiplied(name, info.shape, spec.tied_head)]
-    types = {info.type if has_layout(info.type) else QuantType.F16 for info in matrices}
-    routed = {info.type for name, info in file.tensors.items() if "_exps" in name and has_layout(info.type)}
+    types = {tile_type(info.type) for info in matrices}
+    routed = {tile_type(info.type) for name, info in file.tensors.items() if "_exps" in name}
     draft = None
     if speculation is not None and config.draft is not None:
         with open_draft(config.draft.path, spec, causal=config.draft.causal) as (draft_shape, _):
@@ -59,6 +59,7 @@ def shapes_of(file: GGUFFile, config: EngineConfig, plan: MemoryPlan) -> Shapes:
         window=config.window,
         sliding=next((layer.window for layer in spec.attention if layer.window is not None), None),
         host_embedding=plan.host_embedding,
+        rotation=None if (rotated := rotation_of(file)) is None else rotated.block,
         sequences=plan.sequences,
     )
 

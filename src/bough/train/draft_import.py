@@ -11,6 +11,7 @@ from torch import Tensor
 from bough.errors import UsageError
 from bough.gguf.quants import dequantise
 from bough.gguf.reader import GGUFFile
+from bough.gguf.rotation import require_usual_basis
 from bough.models.draft_spec import SHARED_TENSORS, DraftSpec
 from bough.models.safetensors_source import (
     SafetensorsSource,
@@ -45,6 +46,7 @@ def read_draft(path: Path, spec: DraftSpec, target: ModelSpec) -> dict[str, Tens
 def _weights(
     source: TensorSource, draft_spec: DraftSpec, spec: DraftSpec, target: ModelSpec
 ) -> dict[str, Tensor]:
+    require_usual_basis(source, source.tensors)
     draft_spec = draft_spec.with_heads(source.tensors)
     has, needed = asdict(draft_spec), asdict(spec.with_heads({}))
     free = (*_FREE, *(head for head in _HEADS if has[head] is None))

@@ -10,6 +10,7 @@ from bough.gguf.header import ValueType
 from bough.gguf.quantise import quantise
 from bough.gguf.quants import dequantise
 from bough.gguf.reader import GGUFFile
+from bough.gguf.rotation import require_usual_basis
 from bough.gguf.writer import GGUFWriter
 from bough.models.mtp import MTPBlock
 from bough.models.spec import ModelSpec
@@ -32,6 +33,7 @@ def export_mtp(path: Path, target: Path, model: TrainedMTP) -> None:
             )
         prefix, layers = file.architecture, len(ModelSpec.from_gguf(file).layers)
         counts = {f"{prefix}.block_count": layers + 1, f"{prefix}.nextn_predict_layers": 1}
+        require_usual_basis(file, tensors)
         infos = {name: info for name, info in file.tensors.items() if name not in tensors}
         with GGUFWriter(path, file.architecture) as writer:
             for key, value in {**file.metadata, **counts}.items():
@@ -57,6 +59,7 @@ def load_block(path: Path, device: torch.device, dtype: torch.dtype) -> MTPBlock
 def read_block(path: Path, model: TrainedMTP) -> None:
     """Set a model's weights to those of a file, quantised as they are there."""
     with GGUFFile.open(path) as file:
+        require_usual_basis(file, model.tensors())
         for name, tensor in model.tensors().items():
             info = file.require_tensor(name, tuple(tensor.shape))
             raw = torch.from_numpy(file.raw(name).copy())

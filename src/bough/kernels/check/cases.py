@@ -14,7 +14,17 @@ from torch import Tensor
 
 from bough.gguf.quants import dequantise
 from bough.gguf.types import QuantType
-from bough.kernels import attention, causal_conv, commit, delta_rule, experts, norm_rope, slot_mapping, tree
+from bough.kernels import (
+    attention,
+    causal_conv,
+    commit,
+    delta_rule,
+    experts,
+    hadamard,
+    norm_rope,
+    slot_mapping,
+    tree,
+)
 from bough.kernels.attention import PagedContext
 from bough.kernels.attention import cpu as attention_cpu
 from bough.kernels.causal_conv import ConvRows, ConvWeights, DeltaBuffers
@@ -27,6 +37,7 @@ from bough.kernels.delta_rule import cpu as delta_cpu
 from bough.kernels.embedding import embed
 from bough.kernels.experts import reference as experts_reference
 from bough.kernels.gather_rows import gather_rows
+from bough.kernels.hadamard import reference as hadamard_reference
 from bough.kernels.kv_cache.format import FORMATS, HeadPool
 from bough.kernels.kv_cache.reference import decode
 from bough.kernels.norm_rope import reference as norm_reference
@@ -708,11 +719,33 @@ def _embeddings(shapes: Shapes, random: Random, sizes: Sizes) -> Cases:
         yield "embedding", shapes.embedding.name, make
         if shapes.host_embedding:
             yield "row gathering", "from host memory", partial(_gathering, random)
+    if (block := shapes.rotation) is not None:
+        for width in (shapes.width, shapes.feed_forward):
+            yield "rotation", f"{width} columns", partial(_rotation, random, width // block * block, block)
 
 
 def _embedding(shapes: Shapes, random: Random, type: QuantType, vocabulary: int) -> Work:
     table, tokens = random.bytes_of(type, vocabulary, shapes.width), random.integers(vocabulary, 1, 24)
     return Work(lambda: [embed(table, type, tokens)], lambda: [dequantise(table[tokens], type)], _EXACT)
+
+
+def _rotation(random: Random, width: int, block: int) -> Work:
+    """Into the basis, in another order and in the same, and out of it."""
+    x, signs = random.normal(24, width), random.normal(width).sign()
+    order = torch.arange(width, device=random.device).flip(0)
+    return Work(
+        lambda: [
+            hadamard.rotate(x, signs, order, block),
+            hadamard.rotate(x, signs, None, block),
+            hadamard.restore(x, signs, block),
+        ],
+        lambda: [
+            hadamard_reference.rotate(x, signs, order, block),
+            hadamard_reference.rotate(x, signs, None, block),
+            hadamard_reference.restore(x, signs, block),
+        ],
+        _EXACT,
+    )
 
 
 def _gathering(random: Random) -> Work:

@@ -43,6 +43,7 @@ class Shapes:
     window: int | None = None
     sliding: int | None = None  # the same of layers that were trained with it
     host_embedding: bool = False
+    rotation: int | None = None  # columns of a block of weights in a rotated basis
     sequences: int = 1
 
 
@@ -53,7 +54,7 @@ _TREES = (1, 8, 24, 48)
 COMMON = (
     Shapes(
         "27B", 5120, 17408, (24, 4, 256), 64, (16, 48, 128, 4), None, _MIX, kv=_KV, rows=_TREES,
-        draft=(32, 8, 128), int8=True, host_embedding=True, sequences=2,
+        draft=(32, 8, 128), int8=True, host_embedding=True, rotation=1024, sequences=2,
     ),
     Shapes(
         "35B-A3B", 2048, 512, (16, 2, 256), 64, (16, 32, 128, 4), (256, 8, 512), (), (Q.Q4_K, Q.Q6_K),

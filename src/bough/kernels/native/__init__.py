@@ -4,6 +4,7 @@ The sources say how results stay independent of the rows and threads around them
 are the specification.
 """
 
+import ctypes
 import weakref
 from dataclasses import dataclass
 
@@ -12,8 +13,9 @@ import torch
 from torch import Tensor
 
 from bough.gguf.types import NATIVE_TYPES, QuantType
+from bough.kernels.hadamard import BlockRotation
 from bough.kernels.native import library
-from bough.kernels.native.library import INT8, INT16, NativeMatrix, NativeProposal
+from bough.kernels.native.library import INT8, INT16, NativeMatrix, NativeProposal, NativeRotation
 from bough.kernels.native.memory import WeightMemory
 
 __all__ = [
@@ -124,7 +126,8 @@ class PackedMatrix:
     columns: int
     data: Tensor
     bias: Tensor | None
-    struct: NativeMatrix  # points to data and bias
+    struct: NativeMatrix  # points to data, bias and basis
+    basis: tuple[BlockRotation, NativeRotation] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -150,7 +153,12 @@ class Library:
         weakref.finalize(self, functions.tf_pool_free, self.pool).atexit = False
 
     def pack(
-        self, source: Tensor | np.ndarray, type: QuantType, shape: tuple[int, int], bias: Tensor | None = None
+        self,
+        source: Tensor | np.ndarray,
+        type: QuantType,
+        shape: tuple[int, int],
+        bias: Tensor | None = None,
+        rotation: BlockRotation | None = None,
     ) -> PackedMatrix:
         """Pack a matrix; source: the bytes of all rows as they are in a GGUF file."""
         kind, (rows, columns) = NATIVE_TYPES.index(type.name), shape
@@ -164,8 +172,14 @@ class Library:
         assert bias is None or len(bias) == rows
         data = self._memory.take(size)
         self.c.tf_pack(self.pool, kind, source.ctypes.data, rows, columns, data.data_ptr())
-        struct = NativeMatrix(kind, rows, columns, data.data_ptr(), None if bias is None else bias.data_ptr())
-        return PackedMatrix(rows, columns, data, bias, struct)
+        struct = NativeMatrix(self.c.tf_packed_kind(kind), rows, columns, data.data_ptr())
+        struct.bias = None if bias is None else bias.data_ptr()
+        if rotation is None:
+            return PackedMatrix(rows, columns, data, bias, struct)
+        order = None if rotation.order is None else rotation.order.data_ptr()
+        described = NativeRotation(rotation.block, rotation.signs.data_ptr(), order)
+        struct.rotation = ctypes.addressof(described)
+        return PackedMatrix(rows, columns, data, bias, struct, (rotation, described))
 
     def matmul(self, matrix: PackedMatrix, x: Tensor, *, mode: int = INT16) -> Tensor:
         """Return x [..., K] float32 times the matrix [N, K], transposed: [..., N]."""

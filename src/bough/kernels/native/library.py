@@ -24,7 +24,12 @@ assert set(_NEEDS) == set(VARIANTS)
 class NativeMatrix(Structure):
     _fields_ = [
         ("kind", c_int32), ("rows", c_int32), ("columns", c_int32), ("data", c_void_p), ("bias", c_void_p),
+        ("rotation", c_void_p),
     ]  # fmt: skip
+
+
+class NativeRotation(Structure):
+    _fields_ = [("block", c_int32), ("signs", c_void_p), ("order", c_void_p)]
 
 
 class Layer(Structure):
@@ -101,6 +106,7 @@ _FUNCTIONS = {
     "tf_pool_free": (None, [c_void_p]),
     "tf_pool_threads": (c_int, [c_void_p]),
     "tf_packed_bytes": (c_size_t, [c_int, c_int, c_int]),
+    "tf_packed_kind": (c_int, [c_int]),
     "tf_pack": (None, [c_void_p, c_int, c_void_p, c_int, c_int, c_void_p]),
     "tf_embed": (None, [POINTER(NativeMatrix), c_void_p, c_int, c_void_p]),
     "tf_argmax": (None, [c_void_p, c_int, c_int, c_void_p]),

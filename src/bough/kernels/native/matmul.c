@@ -11,9 +11,9 @@
 
 #include <stdlib.h>
 
-static const int ROW_BYTES[] = {32, 16, 20, 24, 20, 16, 16, 16};  // of codes, in a block of 32 columns
-static const int FILE_BYTES[] = {34, 144, 176, 210, 22, 18, 18, 136, 2, 2, 4};
-static const int FILE_COLUMNS[] = {32, 256, 256, 256, 32, 32, 32, 256, 1, 1, 1};
+static const int ROW_BYTES[] = {32, 16, 20, 24, 20, 16, 16, 16, 8};  // of codes, in a block of 32 columns
+static const int FILE_BYTES[] = {34, 144, 176, 210, 22, 18, 18, 136, 18, 2, 2, 4, 34, 28, 18};
+static const int FILE_COLUMNS[] = {32, 256, 256, 256, 32, 32, 32, 256, 64, 1, 1, 1, 128, 128, 128};
 // What the 4-bit codes of IQ4_NL and IQ4_XS stand for.
 static const int8_t VALUES[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 enum { GROUP = TILE == 16 ? 8 : 4 };  // rows of activations that read a tile of weights together
@@ -21,7 +21,9 @@ enum { GROUP = TILE == 16 ? 8 : 4 };  // rows of activations that read a tile of
 INLINE int code_bytes(int kind) { return TILE * ROW_BYTES[kind]; }
 static int has_super(int kind) { return kind == Q4_K || kind == Q5_K || kind == Q6_K || kind == IQ4_XS; }
 static int is_signed(int kind) { return kind == Q8_0 || kind == IQ4_NL || kind == IQ4_XS; }  // the others have minima
-static int is_float(int kind) { return kind >= F16; }
+static int is_float(int kind) { return kind >= F16 && kind < KINDS; }
+INLINE float offset_of(int kind) { return kind == Q2_0 ? 1 : kind == Q5_0 ? 16 : 8; }  // of codes without minima
+INLINE int packed_kind(int kind) { return kind < KINDS ? kind : Q2_0; }
 static size_t up64(size_t n) { return (n + 63) / 64 * 64; }
 
 // Where the parts of a packed matrix begin: codes, then scales of blocks, then scales of 8 blocks.
@@ -44,8 +46,18 @@ static Layout layout_of(int kind, int rows, int columns) {
 
 // Returns the bytes of a packed matrix; 0: the shape is not possible.
 size_t tf_packed_bytes(int kind, int rows, int columns) {
-  if (kind < 0 || kind >= KINDS || rows < 1 || columns < 1 || columns % FILE_COLUMNS[kind] || columns % 8) return 0;
-  return layout_of(kind, rows, columns).bytes;
+  if (kind < 0 || kind >= FILE_KINDS || rows < 1 || columns < 1 || columns % FILE_COLUMNS[kind] || columns % 8) return 0;
+  return layout_of(packed_kind(kind), rows, columns).bytes;
+}
+
+int tf_packed_kind(int kind) { return packed_kind(kind); }
+
+// Ternary digit `place` of a block of PTQ1_0, in the order of its columns: the first digits of its bytes come first.
+INLINE uint8_t digit_of(const uint8_t *block, int place) {
+  static const uint8_t powers[] = {1, 3, 9, 27, 81};
+  int first = place < 80 ? 0 : place < 120 ? 80 : 120, bytes = place < 80 ? 16 : place < 120 ? 8 : 2;
+  uint8_t byte = block[first / 5 + (place - first) % bytes];
+  return (uint8_t)((uint8_t)(byte * powers[(place - first) / bytes]) * 3 >> 8);
 }
 
 // Reads one block of 32 columns of a file's row: codes, integer scales (or minima) and float16 scales.
@@ -58,6 +70,15 @@ INLINE void read_block(int kind, const uint8_t *row, int block, uint8_t q[32], u
   } else if (kind == Q4_0 || kind == IQ4_NL) {
     memcpy(d, p, 2);
     for (int i = 0; i < 16; i++) q[i] = p[2 + i] & 15, q[i + 16] = p[2 + i] >> 4;
+  } else if (kind == Q2_0 || kind == PQ2_0) {
+    memcpy(d, p, 2);
+    for (int i = 0; i < 32; i++) q[i] = p[2 + 8 * s + i / 4] >> (2 * (i % 4)) & 3;
+  } else if (kind == Q1_0) {
+    memcpy(d, p, 2);
+    for (int i = 0; i < 32; i++) q[i] = (uint8_t)((p[2 + 4 * s + i / 8] >> (i % 8) & 1) << 1);
+  } else if (kind == PTQ1_0) {
+    memcpy(d, p + 26, 2);
+    for (int i = 0; i < 32; i++) q[i] = digit_of(p, 32 * s + i);
   } else if (kind == Q5_0) {
     uint32_t high;
     memcpy(d, p, 2);
@@ -107,16 +128,17 @@ static void pack_floats(const Packing *p, int from, int to) {
       memcpy(p->out + ((n / TILE * columns + k) * TILE + n % TILE) * size, p->source + (n * columns + k) * size, size);
 }
 
-INLINE void pack_quantised(int kind, const Packing *p, int from, int to) {
+INLINE void pack_quantised(int file_kind, const Packing *p, int from, int to) {
   const uint8_t *source = p->source;
   uint8_t *out = p->out;
+  const int kind = packed_kind(file_kind);
   Layout l = layout_of(kind, p->rows, p->columns);
-  size_t row_bytes = (size_t)p->columns / FILE_COLUMNS[kind] * FILE_BYTES[kind];
+  size_t row_bytes = (size_t)p->columns / FILE_COLUMNS[file_kind] * FILE_BYTES[file_kind];
   for (int n = from; n < to; n++)
     for (int b = 0; b < l.blocks; b++) {
       uint8_t q[32], scales[2] = {0, 0};
       uint16_t d[2] = {0, 0};
-      read_block(kind, source + (size_t)n * row_bytes, b, q, scales, d);
+      read_block(file_kind, source + (size_t)n * row_bytes, b, q, scales, d);
       size_t at = (size_t)(n / TILE) * l.blocks + b;
       int r = n % TILE;
       uint8_t *c = out + at * code_bytes(kind) + 4 * r, *s = out + l.scales + at * 2 * TILE;
@@ -126,8 +148,10 @@ INLINE void pack_quantised(int kind, const Packing *p, int from, int to) {
         if (kind == Q8_0) memcpy(c + 4 * TILE * g, &w[g], 4);
         if (kind == Q5_K || kind == Q5_0) high[0] |= (w[g] >> 4 & 0x01010101) << g;
         if (kind == Q6_K) high[g / 4] |= (w[g] >> 4 & 0x03030303) << (2 * (g % 4));
+        if (kind == Q2_0) high[g / 4] |= w[g] << (2 * (g % 4));
       }
-      for (int g = 0; g < 4 && kind != Q8_0; g++) {
+      for (int g = 0; g < 2 && kind == Q2_0; g++) memcpy(c + 4 * TILE * g, &high[g], 4);
+      for (int g = 0; g < 4 && kind != Q8_0 && kind != Q2_0; g++) {
         uint32_t both = (w[g] & 0x0f0f0f0f) | (w[g + 4] & 0x0f0f0f0f) << 4;
         memcpy(c + 4 * TILE * g, &both, 4);
       }
@@ -154,6 +178,10 @@ static void pack_rows(const Packing *p, int from, int to) {
     case Q4_0: pack_quantised(Q4_0, p, from, to); break;
     case IQ4_NL: pack_quantised(IQ4_NL, p, from, to); break;
     case IQ4_XS: pack_quantised(IQ4_XS, p, from, to); break;
+    case Q2_0: pack_quantised(Q2_0, p, from, to); break;
+    case PQ2_0: pack_quantised(PQ2_0, p, from, to); break;
+    case PTQ1_0: pack_quantised(PTQ1_0, p, from, to); break;
+    case Q1_0: pack_quantised(Q1_0, p, from, to); break;
     default: pack_floats(p, from, to);
   }
 }
@@ -208,7 +236,7 @@ static void unpack_row(const Matrix *m, int n, float *out) {
     float scale[2], minimum[2] = {0, 0};  // of columns 0 to 15 and 16 to 31
     if (!has_super(kind)) {
       scale[0] = scale[1] = half_float(s + 2 * r);
-      if (!is_signed(kind)) minimum[0] = minimum[1] = scale[0] * (kind == Q5_0 ? 16 : 8);
+      if (!is_signed(kind)) minimum[0] = minimum[1] = scale[0] * offset_of(kind);
     } else if (kind == Q6_K) {
       for (int i = 0; i < 2; i++) scale[i] = half_float(super + 2 * r) * (float)(int8_t)s[TILE * i + r], minimum[i] = 32 * scale[i];
     } else if (kind == IQ4_XS) {
@@ -221,6 +249,8 @@ static void unpack_row(const Matrix *m, int n, float *out) {
       int g = k / 4, byte = 4 * r + k % 4, q;
       if (kind == Q8_0) {
         q = (int8_t)c[4 * TILE * g + byte];
+      } else if (kind == Q2_0) {
+        q = c[4 * TILE * (g / 4) + byte] >> (2 * (g % 4)) & 3;
       } else {
         q = c[4 * TILE * (g & 3) + byte] >> (g < 4 ? 0 : 4) & 15;
         if (kind == Q5_K || kind == Q5_0) q |= (c[16 * TILE + byte] >> g & 1) << 4;
@@ -232,9 +262,33 @@ static void unpack_row(const Matrix *m, int n, float *out) {
   }
 }
 
+// The normalised Walsh-Hadamard transform of each block, in place.
+static void transform(float *x, int columns, int block) {
+  float scale = (float)(1 / sqrt((double)block));
+  for (int step = 1; step < block; step *= 2)
+    for (int i = 0; i < columns; i += 2 * step)
+      for (int j = i; j < i + step; j++) {
+        float low = x[j], high = x[j + step];
+        x[j] = low + high;
+        x[j + step] = low - high;
+      }
+  for (int i = 0; i < columns; i++) x[i] *= scale;
+}
+
+// A row as a rotated matrix reads it.
+void rotate_row(const Rotation *rotation, const float *x, float *out, int columns) {
+  for (int i = 0; i < columns; i++) out[i] = x[rotation->order ? rotation->order[i] : i] * rotation->signs[i];
+  transform(out, columns, rotation->block);
+}
+
 // Embeddings [count, columns] of tokens, all of which are rows of the matrix.
 void tf_embed(const Matrix *m, const int64_t *tokens, int count, float *out) {
-  for (int i = 0; i < count; i++) unpack_row(m, (int)tokens[i], out + (size_t)i * m->columns);
+  for (int i = 0; i < count; i++, out += m->columns) {
+    unpack_row(m, (int)tokens[i], out);
+    if (!m->rotation) continue;
+    transform(out, m->columns, m->rotation->block);
+    for (int k = 0; k < m->columns; k++) out[k] *= m->rotation->signs[k];
+  }
 }
 
 // The largest of n values; sets `nan` if there is one among them.
@@ -380,6 +434,7 @@ void quantise(const float *x, Act *act, int columns, int mode) {
 // Codes of group g of a block: TILE rows x 4 columns, as unsigned bytes or, if `is_signed`, as signed ones.
 INLINE Ints codes(int kind, const uint8_t *c, int g) {
   if (kind == Q8_0) return load_ints(c + 4 * TILE * g);
+  if (kind == Q2_0) return and_ints(V(srli_epi16)(load_ints(c + 4 * TILE * (g / 4)), 2 * (g % 4)), V(set1_epi8)(3));
   Ints v = load_ints(c + 4 * TILE * (g & 3));
   v = and_ints(g < 4 ? v : V(srli_epi16)(v, 4), V(set1_epi8)(15));
   if (is_signed(kind)) return V(shuffle_epi8)(table_bytes(VALUES), v);
@@ -429,7 +484,7 @@ INLINE void block_sums(int kind, int mode, int R, const uint8_t *c, int b, int g
 INLINE void block_sums(int kind, int mode, int R, const uint8_t *c, int b, int g0, int g1, const Act *act, __m256i *sum) {
   const __m256i ones = _mm256_set1_epi16(1);
   // How many sums of two products fit into 16 bits: 8 x 2 x 15 x 127, 4 x 2 x 31 x 127, 2 x 2 x 63 x 127 < 32768.
-  const int fit = is_signed(kind) ? 1 : kind == Q4_K || kind == Q4_0 ? 8 : kind == Q6_K ? 2 : 4;
+  const int fit = is_signed(kind) ? 1 : kind == Q4_K || kind == Q4_0 || kind == Q2_0 ? 8 : kind == Q6_K ? 2 : 4;
   __m256i part[4];
 #pragma GCC unroll 4
   for (int r = 0; r < R; r++) sum[r] = _mm256_setzero_si256();
@@ -491,7 +546,7 @@ INLINE void quantised_tile(int kind, int mode, int R, const Matrix *m, const Lay
     Floats scale[2], minimum[2];
     if (!has_super(kind)) {
       scale[0] = tile_halves(s);
-      minimum[0] = V(mul_ps)(scale[0], V(set1_ps)(kind == Q5_0 ? 16 : 8));
+      minimum[0] = V(mul_ps)(scale[0], V(set1_ps)(offset_of(kind)));
     } else {
       if (!(b & 7)) {
         d = tile_halves(super);
@@ -575,13 +630,14 @@ typedef void Kernel(const Matrix *m, int t0, int t1, const Act *act, int rows, f
     tiles(KIND, MODE, m, t0, t1, act, rows, out, stride);                                                        \
   }
 #define BOTH(KIND) KERNEL(KIND, INT8) KERNEL(KIND, INT16)
-BOTH(Q8_0) BOTH(Q4_K) BOTH(Q5_K) BOTH(Q6_K) BOTH(Q5_0) BOTH(Q4_0) BOTH(IQ4_NL) BOTH(IQ4_XS)
+BOTH(Q8_0) BOTH(Q4_K) BOTH(Q5_K) BOTH(Q6_K) BOTH(Q5_0) BOTH(Q4_0) BOTH(IQ4_NL) BOTH(IQ4_XS) BOTH(Q2_0)
 KERNEL(F16, INT16) KERNEL(BF16, INT16) KERNEL(F32, INT16)
 
 static Kernel *const KERNELS[KINDS][2] = {
     [Q8_0] = {Q8_0_INT8, Q8_0_INT16}, [Q4_K] = {Q4_K_INT8, Q4_K_INT16}, [Q5_K] = {Q5_K_INT8, Q5_K_INT16},
     [Q6_K] = {Q6_K_INT8, Q6_K_INT16}, [Q5_0] = {Q5_0_INT8, Q5_0_INT16}, [Q4_0] = {Q4_0_INT8, Q4_0_INT16},
     [IQ4_NL] = {IQ4_NL_INT8, IQ4_NL_INT16}, [IQ4_XS] = {IQ4_XS_INT8, IQ4_XS_INT16},
+    [Q2_0] = {Q2_0_INT8, Q2_0_INT16},
     [F16] = {F16_INT16, F16_INT16},   [BF16] = {BF16_INT16, BF16_INT16}, [F32] = {F32_INT16, F32_INT16},
 };
 
@@ -593,10 +649,17 @@ typedef struct { const Matrix *m; int mode, rows; const float *x; float *out; ui
 
 static void product(void *arg, Worker *worker) {
   Product *p = arg;
-  size_t size = act_bytes(p->m->columns);
+  int columns = p->m->columns;
+  size_t size = act_bytes(columns);
   for (int r; (r = claim(worker, 1, p->rows)) < p->rows;) {
-    p->act[r] = act_at(p->memory + (size_t)r * size, p->m->columns);
-    quantise(p->x + (size_t)r * p->m->columns, &p->act[r], p->m->columns, p->mode);
+    const float *x = p->x + (size_t)r * columns;
+    if (p->m->rotation) {
+      float *rotated = (float *)(p->memory + MAX_ROWS * size) + (size_t)r * columns;
+      rotate_row(p->m->rotation, x, rotated, columns);
+      x = rotated;
+    }
+    p->act[r] = act_at(p->memory + (size_t)r * size, columns);
+    quantise(x, &p->act[r], columns, p->mode);
   }
   barrier(worker);
   int tiles = tiles_of(p->m), part = tiles / (8 * pool_threads(worker->pool)) + 1;
@@ -604,7 +667,7 @@ static void product(void *arg, Worker *worker) {
     multiply(p->m, p->mode, t, t + part < tiles ? t + part : tiles, p->act, p->rows, p->out, (size_t)p->m->rows);
 }
 
-size_t tf_matmul_scratch(int columns) { return MAX_ROWS * act_bytes(columns); }
+size_t tf_matmul_scratch(int columns) { return MAX_ROWS * (act_bytes(columns) + 4 * (size_t)columns); }
 
 // out [rows, N] = x [rows, K] times the matrix [N, K], transposed.
 void tf_matmul(Pool *pool, const Matrix *m, int mode, const float *x, int rows, float *out, uint8_t *scratch) {

@@ -4,7 +4,8 @@
 #include <stdint.h>
 
 enum { MAX_ROWS = 64 };  // of one step
-enum { Q8_0, Q4_K, Q5_K, Q6_K, Q5_0, Q4_0, IQ4_NL, IQ4_XS, F16, BF16, F32, KINDS };  // of packed weights
+enum { Q8_0, Q4_K, Q5_K, Q6_K, Q5_0, Q4_0, IQ4_NL, IQ4_XS, Q2_0, F16, BF16, F32, KINDS };  // of packed weights
+enum { PQ2_0 = KINDS, PTQ1_0, Q1_0, FILE_KINDS };  // of files alone: packed as Q2_0, with the same values
 enum { INT8, INT16 };  // what activations are rounded to before a matmul with quantised weights
 enum { CACHE_F32, CACHE_F16, CACHE_Q8_0 };
 
@@ -17,8 +18,12 @@ enum { TILE = 8 };
 
 typedef struct Pool Pool;
 
-// A weight [rows, columns], packed by `tf_pack`; `bias` [rows] or NULL.
-typedef struct { int32_t kind, rows, columns; const uint8_t *data; const float *bias; } Matrix;
+// The basis of a weight's columns: H diag(signs) of each block of them, read in `order` first (NULL: as they are); H is
+// the normalised Walsh-Hadamard matrix.
+typedef struct { int32_t block; const float *signs; const int64_t *order; } Rotation;
+
+// A weight [rows, columns], packed by `tf_pack`; `bias` [rows], `rotation`: or NULL.
+typedef struct { int32_t kind, rows, columns; const uint8_t *data; const float *bias; const Rotation *rotation; } Matrix;
 
 // One layer's weights; which of them there are depends on the layer's kind and the model's family.
 typedef struct {
@@ -109,6 +114,7 @@ typedef struct {
 size_t act_bytes(int columns);
 Act act_at(uint8_t *memory, int columns);
 void quantise(const float *x, Act *act, int columns, int mode);
+void rotate_row(const Rotation *rotation, const float *x, float *out, int columns);
 // Outputs of tiles t0 to t1 - 1, TILE columns each, of `rows` rows; `out` has `stride` floats a row.
 void multiply(const Matrix *m, int mode, int t0, int t1, const Act *act, int rows, float *out, size_t stride);
 static inline int tiles_of(const Matrix *m) { return (m->rows + TILE - 1) / TILE; }

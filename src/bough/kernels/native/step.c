@@ -20,7 +20,8 @@ typedef struct {
   int R, P, channels, inner, in_width, threads;
   int parent[MAX_ROWS], depth[MAX_ROWS], first[MAX_ROWS], sibling[MAX_ROWS], root;
   uint8_t path[MAX_ROWS][MAX_ROWS];  // rows from the root to a row
-  float *x, *n, *in, *h, *out, *mid, *up, *qkv, *decay, *beta, *cos, *sin, *kv;
+  float *x, *n, *in, *h, *out, *mid, *up, *qkv, *decay, *beta, *cos, *sin, *kv, *rotated;
+  int widest;  // columns of a matrix
   float *own;       // a thread's memory for the delta rule and for KV rows as floats
   size_t own_size;  // floats a thread
   float *scores;    // [threads, BATCH, span]
@@ -58,6 +59,7 @@ static size_t place(Run *run, const Model *m, int threads, uint8_t *memory) {
   int channels = channels_of(m), inner = inner_of(m), heads = m->heads * m->head_dim;
   int widest = max(max(max(m->width, m->ffn), max(heads, inner)), m->features);
   size_t at = 0, R = MAX_ROWS;
+  run->widest = widest;
   run->channels = channels;
   run->inner = inner;
   run->in_width = in_width_of(m);
@@ -78,6 +80,7 @@ static size_t place(Run *run, const Model *m, int threads, uint8_t *memory) {
   PLACE(cos, R * m->rope_dim / 2);
   PLACE(sin, R * m->rope_dim / 2);
   PLACE(own, threads * run->own_size);
+  PLACE(rotated, R * widest);
   PLACE(kv, m->features ? R * m->layers * 2 * m->kv_heads * m->head_dim : 0);
 #undef PLACE
   run->act_memory = memory ? memory + at : NULL;
@@ -94,9 +97,19 @@ size_t tf_step_scores(int threads, int64_t span) { return (size_t)threads * BATC
 
 // ---------------------------------------------------------------- shared parts
 
-static void round_row(Run *run, int r, const float *x, int columns) {
+// Quantised matrices read a row in their basis, matrices of floats as it is.
+static void round_row(Run *run, int r, const float *x, int columns, const Rotation *rotation) {
+  float *rotated = run->rotated + (size_t)r * run->widest;
+  if (rotation) rotate_row(rotation, x, rotated, columns);
   run->act[r] = act_at(run->act_memory + (size_t)r * run->act_size, columns);
-  quantise(x, &run->act[r], columns, run->m->mode);
+  quantise(rotation ? rotated : x, &run->act[r], columns, run->m->mode);
+  run->act[r].x = x;
+}
+
+// The basis of those of some matrices that have one.
+static const Rotation *basis_of(const Matrix *m, int count) {
+  while (count && !m->rotation) m++, count--;
+  return count ? m->rotation : NULL;
 }
 
 // Matrices that read the same rows: their tiles are one list of items.
@@ -379,7 +392,7 @@ static void attention(Run *run, Worker *worker, const Layer *layer, const LayerS
   }
   barrier(worker);
   for (int r; (r = claim(worker, 1, run->R)) < run->R;)
-    round_row(run, r, run->h + (size_t)r * m->heads * m->head_dim, m->heads * m->head_dim);
+    round_row(run, r, run->h + (size_t)r * m->heads * m->head_dim, m->heads * m->head_dim, layer->out.rotation);
   barrier(worker);
 }
 
@@ -569,7 +582,7 @@ static void delta(Run *run, Worker *worker, const Layer *layer, const LayerState
       __m256 g = _mm256_loadu_ps(gate + i);
       _mm256_storeu_ps(out + i, _mm256_mul_ps(_mm256_loadu_ps(out + i), _mm256_mul_ps(g, sigmoid8(g))));
     }
-    round_row(run, r, out, run->inner);
+    round_row(run, r, out, run->inner, layer->out.rotation);
   }
   barrier(worker);
 }
@@ -577,11 +590,18 @@ static void delta(Run *run, Worker *worker, const Layer *layer, const LayerState
 // ---------------------------------------------------------------- the step
 
 // Row r enters the next layer (or the head, with that norm): its residual stream is normed and rounded.
-static void enter(Run *run, int r, const float *norm) {
+static void enter(Run *run, int r, const float *norm, const Rotation *rotation) {
   int W = run->m->width;
   float *n = run->n + (size_t)r * W;
   rms_norm(run->x + (size_t)r * W, norm, n, W, run->m->eps);
-  round_row(run, r, n, W);
+  round_row(run, r, n, W, rotation);
+}
+
+static void enter_layer(Run *run, int r, int layer) {
+  const Model *m = run->m;
+  const Layer *next = &m->layer[layer];
+  if (layer < m->layers) enter(run, r, next->norm, basis_of(next->in, next->inputs));
+  else enter(run, r, m->norm, m->head.rotation);
 }
 
 static void leave_layer(Run *run, int r, int layer) {
@@ -592,7 +612,7 @@ static void leave_layer(Run *run, int r, int layer) {
   add_to(x, run->out + r * W, m->width);
   for (int t = 0; t < s->taps; t++)
     if (s->tap[t] == layer && r >= s->skipped) memcpy(s->features + ((size_t)(r - s->skipped) * s->taps + t) * W, x, 4 * W);
-  enter(run, r, layer + 1 < m->layers ? m->layer[layer + 1].norm : m->norm);
+  enter_layer(run, r, layer + 1);
   if (layer + 1 == m->layers && s->hidden) memcpy(s->hidden + r * W, run->n + r * W, 4 * W);
 }
 
@@ -601,13 +621,13 @@ static void feed_forward(Run *run, Worker *worker, const Layer *layer, int index
   size_t W = (size_t)m->width, F = (size_t)m->ffn;
   for (int r; (r = claim(worker, 1, run->R)) < run->R;) {
     add_to(run->x + r * W, run->out + r * W, m->width);
-    enter(run, r, layer->ffn_norm);
+    enter(run, r, layer->ffn_norm, basis_of(&layer->gate, 2));
   }
   barrier(worker);
   project(run, worker, (const Matrix *[]){&layer->gate, &layer->up}, 2, (float *[]){run->mid, run->up}, (int[]){m->ffn, m->ffn});
   for (int r; (r = claim(worker, 1, run->R)) < run->R;) {
     silu_mul(run->mid + r * F, run->up + r * F, m->ffn);
-    round_row(run, r, run->mid + r * F, m->ffn);
+    round_row(run, r, run->mid + r * F, m->ffn, layer->down.rotation);
   }
   barrier(worker);
   project(run, worker, (const Matrix *[]){&layer->down}, 1, (float *[]){run->out}, (int[]){m->width});
@@ -636,7 +656,7 @@ static void step_body(void *arg, Worker *worker) {
     if (run->block) memcpy(x, run->block->in + (size_t)r * m->width, 4 * (size_t)m->width);
     else if (s->embedded) memcpy(x, s->embedded + (size_t)r * m->width, 4 * (size_t)m->width);
     else tf_embed(&m->embedding, s->tokens + r, 1, x);
-    enter(run, r, m->layer[0].norm);
+    enter_layer(run, r, 0);
     int64_t position = run->block ? run->block->length + r : s->length + s->offset + run->depth[r];
     set_angles(run, r, position, s->rope ? s->rope + 3 * r : NULL);
   }
@@ -739,14 +759,14 @@ static void append_body(void *arg, Worker *worker) {
   size_t W = (size_t)m->width;
   const Matrix *in[2];
   for (int r; (r = claim(worker, 1, run->R)) < run->R;) {
-    round_row(run, r, b->in + (size_t)r * m->features, m->features);
+    round_row(run, r, b->in + (size_t)r * m->features, m->features, NULL);
     set_angles(run, r, b->length + r, NULL);
   }
   barrier(worker);
   project(run, worker, (const Matrix *[]){&m->head}, 1, (float *[]){run->x}, (int[]){m->width});
   for (int r; (r = claim(worker, 1, run->R)) < run->R;) {
     rms_norm(run->x + r * W, b->norm, run->n + r * W, m->width, m->eps);
-    round_row(run, r, run->n + r * W, m->width);
+    round_row(run, r, run->n + r * W, m->width, NULL);
   }
   barrier(worker);
   for (int i = 0; i < m->layers; i++) {

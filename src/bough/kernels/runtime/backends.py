@@ -43,6 +43,7 @@ OPERATIONS: Mapping[str, tuple[Backend, ...]] = {
     "tree building": ("triton",),
     "sampling": ("triton",),
     "embedding": ("triton", "torch"),
+    "rotation": ("triton", "torch"),
     "row gathering": ("triton",),
 }
 
