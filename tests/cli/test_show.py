@@ -185,7 +185,7 @@ def test_a_catalogue_name_without_the_hub(bough):
     assert "RTX 3090: about 37 to 42 tok/s, 100 to 126 with the draft at 4 tokens a step" in shown
     assert "Cannot be run" not in bough("show", "qwen3.6-27b").stdout
     sparse = bough("show", "qwen3.6-35b-a3b", "--fit", "--vram-limit", "24g").stdout
-    assert "the draft hardly pays" in sparse
+    assert "RTX 3090: about 150 to 156 tok/s, 142 to 194 with the draft" in sparse
 
 
 def test_another_quantisation_cannot_be_shown_without_the_hub(bough):
