@@ -163,11 +163,11 @@ def learn(policy: RowPolicy, plan: Plan, trees: Step) -> int:
     weights, path = trees[plan.mix]
     verified = plan.rows if plan.rows > 1 else len(weights)
     kept = [row for row in path if row < verified]
-    policy.observe(weights, kept, verified=verified, waited=plan.waited, mix=plan.mix)
+    policy.history.observe(weights, kept, verified=verified, waited=plan.waited, mix=plan.mix)
     if plan.compares:
         policy.mixes.observe([each for _, each in trees])
         for mix, (own, other) in enumerate(trees[:-1]):
-            policy.observe(own, other, verified=len(own), waited=plan.waited, mix=mix)
+            policy.history.observe(own, other, verified=len(own), waited=plan.waited, mix=mix)
     return len(kept) - 1 if plan.rows > 1 else 0
 
 

@@ -4,22 +4,24 @@
         [--cpu-time] [--out FILE]
 
 Each prompt is answered by `bough run --greedy` in a process of its own, with speculation and with --no-draft
-in turns; the best of the rounds counts, as other programs only make a run slower. Costs of steps are those
-that earlier processes left, as for a user: one answer that is not counted comes first. Texts must be equal.
+in turns; the best of the rounds counts, as other programs only make a run slower. The processes are forked
+after their imports, which take 3 of 4 seconds of a start. Costs of steps are those that earlier processes
+left, as for a user: one answer that is not counted comes first. Texts must be equal.
 
 `--cpu-time` counts seconds of the CPU instead of the clock's, for a machine that is not idle: those of the
 engine's thread, with one thread, from the first token to the last.
 """
 
 import json
-import subprocess
+import os
 import sys
 import time
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
+import bough.session.loading  # noqa: F401  # before a process is forked
 from bough.cli.main import main as run_bough
 from bough.engine.stats import RequestStats
-from workshop.case import case, environment
+from workshop.case import case
 from workshop.report import Report
 
 # Code, sums, prose and small talk; the limits give answers of 10 to 200 tokens.
@@ -80,36 +82,29 @@ class ThreadTimes:
         self.seconds.append(time.thread_time())
 
 
-def answer_here(arguments: list[str]) -> None:
-    """Run `bough` in this process; its CPU seconds of decoding follow its output."""
-    sys.argv, times = ["bough", *arguments], ThreadTimes()
-    try:
-        run_bough()
-    finally:
-        print(json.dumps(times.seconds[-1] - times.seconds[0]))
-
-
 def answer(prompt: str, limit: int, flags: list[str]) -> dict[str, Any]:
     """Return what `bough run --json` prints, with the CPU seconds from the first token to the last."""
-    here = "import sys; from workshop.never_slower import answer_here; answer_here(sys.argv[1:])"
-    command = [
-        sys.executable,
-        "-c",
-        here,
-        "run",
-        "-p",
-        prompt,
-        "-n",
-        str(limit),
-        "--greedy",
-        "--json",
-        *flags,
-    ]
-    run = subprocess.run(
-        command, capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL, env=environment()
-    )
-    *reply, seconds = run.stdout.splitlines()
+    reader, writer = os.pipe()
+    if not (child := os.fork()):
+        _answer_here(["run", "-p", prompt, "-n", str(limit), "--greedy", "--json", *flags], writer)
+    os.close(writer)
+    with open(reader, encoding="utf-8") as output:
+        *reply, seconds = output.read().splitlines()
+    _, status = os.waitpid(child, 0)
+    assert not status, f"bough run ended with status {status}"
     return json.loads("\n".join(reply)) | {"cpu_s": json.loads(seconds)}
+
+
+def _answer_here(arguments: list[str], writer: int) -> NoReturn:
+    """Run `bough` in this process and end it; its CPU seconds of decoding follow its output."""
+    sys.argv, times, code = ["bough", *arguments], ThreadTimes(), 0
+    with open(os.devnull) as sys.stdin, open(writer, "w", encoding="utf-8") as sys.stdout:
+        try:
+            run_bough()
+        except SystemExit as end:
+            code = int(end.code or 0)
+        print(json.dumps(times.seconds[-1] - times.seconds[0]), flush=True)
+        os._exit(code)
 
 
 def speed(reply: dict[str, Any], *, cpu_time: bool) -> float:

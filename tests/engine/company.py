@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bough.engine.runner import Accepted, EagerRunner, StepRunner, StepTimes, Verify
+from bough.engine.inputs import Verify, tree_rows
+from bough.engine.runner import Accepted, EagerRunner, StepRunner, StepTimes
 from bough.engine.sampler import SamplingParams
 from bough.models.decoder import Target
 from bough.models.step import Step
@@ -195,7 +196,7 @@ def make_tree(text: Text, done: int, size: int, vocabulary: int, seed: object) -
 
 def shared_rows(sequences: int, total: int, seed: object) -> list[int]:
     """Return how many of at most `total` rows each sequence gets, one at least."""
-    choose, sizes, most = random.Random(repr(seed)), [1] * sequences, StepRunner.tree_rows(sequences)
+    choose, sizes, most = random.Random(repr(seed)), [1] * sequences, tree_rows(sequences)
     for _ in range(choose.randint(0, total - sequences)):
         sizes[choose.randrange(sequences)] += 1
     return [min(size, most) for size in sizes]

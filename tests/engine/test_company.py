@@ -116,13 +116,14 @@ def test_a_step_without_rows_changes_nothing(tiny_model: Callable[..., Path]) ->
         held = [getattr(layer, field.name) for layer in deltas for field in fields(layer)]
         pending = states.buffers.pending
         rings = model._buffers
-        own = [rings.hidden[:-1], rings.counts[:-1], rings.ring.lengths, *rings.ring.keys]
+        newest = (rings.newest.rows[:-1], rings.newest.counts[:-1])
+        own = [*newest, rings.ring.lengths, *rings.ring.keys]
         tables = [states.buffers.lengths, pending.path, pending.count, runner.sampler.counts]
         return [tensor.clone() for tensor in (*pools, *held, *tables, *own)]
 
     before = tensors()
     assert states.buffers.spare_page == 0
-    runner._inputs_of(4).load([])
+    runner._trees.of(4).load([])
     runner._accept(runner._forward(4, 16))
     for old, new in zip(before, tensors(), strict=True):
         assert torch.equal(old, new)

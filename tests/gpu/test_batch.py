@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from bough.config import SpecConfig
+from bough.engine.inputs import tree_rows
 from bough.engine.runner import GraphRunner
 from bough.kernels.kv_cache.format import FORMATS
 from bough.models.decoder import Target
@@ -60,7 +61,7 @@ def check(session: Session, sequences: int, name: str, *, total: int = 64, graph
     target: Target = session.engine.target
     texts = company.make_texts(sequences, target.spec.vocab_size, seed=sequences)
     # No more kernels than these trees need: most of the time goes into compiling.
-    rows = 1 if total == sequences else GraphRunner.tree_rows(sequences)
+    rows = 1 if total == sequences else tree_rows(sequences)
     single = machine(session, 1, name, graphs=graphs, rows=rows)
     for text in texts:
         company.answer(single, text, 30)

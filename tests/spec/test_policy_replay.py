@@ -66,7 +66,7 @@ def replay(machine: Machine, texts: list, *, fixed: int | None = None, sizes=EAG
                 policy.costs.observe_draft(machine.draft)
                 verified = plan.rows if plan.rows > 1 else len(weights)
                 kept = [row for row in path if row < verified]
-                policy.observe(weights, kept, verified=verified, waited=plan.waited)
+                policy.history.observe(weights, kept, verified=verified, waited=plan.waited)
                 accepted = len(kept) - 1 if plan.rows > 1 else 0
             position += 1 + accepted
             total.tokens += 1 + accepted
@@ -142,7 +142,7 @@ def test_speculation_comes_back_after_a_slow_phase(machine: Machine, only_trees:
             if plan.draft:
                 policy.costs.observe_draft(cost - machine.cost(plan.rows))
                 verified = plan.rows if plan.rows > 1 else 16
-                policy.observe([1.0] * 16, list(range(16)), verified=verified, waited=plan.waited)
+                policy.history.observe([1.0] * 16, list(range(16)), verified=verified, waited=plan.waited)
                 calls += 1
             done, spent = done + 1 + accepted, spent + cost
         return done / spent, calls
@@ -184,7 +184,7 @@ def test_a_size_that_has_become_slower_is_tried_seldom() -> None:
             costs.observe_draft(H200.draft)
             verified = plan.rows if plan.rows > 1 else 24
             weights = [0.7**row for row in range(24)]
-            policy.observe(weights, [0, 1, 2], verified=verified, waited=plan.waited)
+            policy.history.observe(weights, [0, 1, 2], verified=verified, waited=plan.waited)
             cost += H200.draft
         spent, tokens = spent + cost, tokens + 1 + (2 if plan.rows > 1 else 0)
     plain = 1 / H200.cost(1)

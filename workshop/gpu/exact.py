@@ -26,7 +26,8 @@ from torch import Tensor
 from bough.bench.suites import SOURCES, load
 from bough.config import DraftConfig, EngineConfig, SpecConfig
 from bough.engine.engine import Done, Engine, Request, Tokens
-from bough.engine.runner import Accepted, Forward, Masks, StepTimes, Verify
+from bough.engine.inputs import Verify
+from bough.engine.runner import Accepted, Forward, Masks, StepTimes
 from bough.engine.sampler import SamplingParams
 from bough.kernels.tree import MAX_ROWS
 from bough.session.loading import load_session

@@ -20,7 +20,8 @@ from typing import Annotated, Any
 from bough.bench.suites import load
 from bough.config import DraftConfig, EngineConfig
 from bough.engine.engine import Engine, Tokens
-from bough.engine.runner import Accepted, Forward, StepTimes, Verify
+from bough.engine.inputs import Verify
+from bough.engine.runner import Accepted, Forward, StepTimes
 from bough.engine.sequence import Request
 from bough.session.loading import load_session
 from bough.session.requests import TextRequest

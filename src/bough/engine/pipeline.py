@@ -10,9 +10,10 @@ from torch import Tensor
 
 from bough.engine.delivery import token_events
 from bough.engine.events import Event, VerifiedTree
+from bough.engine.inputs import Verify, tree_rows
 from bough.engine.paging import Paging, Parts
 from bough.engine.prompts import PromptPiece, PromptReader
-from bough.engine.runner import Accepted, Forward, Masks, StepTimes, Verify
+from bough.engine.runner import Accepted, Forward, Masks, StepTimes
 from bough.engine.sequence import LaunchAhead, OwnConstraint, Phase, Sequence
 from bough.engine.stats import StepRecord
 from bough.spec.drafter import Piece, StepOutcome, Turn
@@ -136,7 +137,7 @@ class Pipeline:
         """Launch the next step's draft and forward; None: there are no pages for any of the sequences."""
         pieces = self._prompts.pieces(readers, len(sequences)) if readers else []
         drafted, self._drafted = self._drafted, []
-        most = self._runner.tree_rows(len(sequences) + len(pieces))
+        most = tree_rows(len(sequences) + len(pieces))
         turns = [self._turn(sequence, min(self._row_limit(sequence), most)) for sequence in sequences]
         # Whatever share of the rows each gets: nothing that is launched waits for the host.
         for sequence, turn in zip(sequences, turns, strict=True):
@@ -186,7 +187,7 @@ class Pipeline:
         sequences = batch.running
         if (batch.alone and self._scheduler.contended) or len(sequences) < (1 if batch.alone else 2):
             return
-        most = self._runner.tree_rows(len(sequences))
+        most = tree_rows(len(sequences))
         self._draft([self._turn(each, min(self._row_limit(each), most)) for each in sequences], [])
         self._drafted = sequences
 

@@ -10,8 +10,9 @@ from bough.engine.chunk import ChunkForward, Pace
 from bough.engine.delivery import done, token_events
 from bough.engine.events import Event, Failed
 from bough.engine.images import offset_at
+from bough.engine.inputs import Verify, tree_rows
 from bough.engine.paging import Paging, Parts
-from bough.engine.runner import Forward, Verify
+from bough.engine.runner import Forward
 from bough.engine.scheduler import PrefillChunk
 from bough.engine.sequence import Phase, Sequence
 from bough.errors import ModelFileError
@@ -82,7 +83,7 @@ class PromptReader:
     def pieces(self, readers: list[Sequence], decoding: int) -> list[PromptPiece]:
         """Return the prompt tokens that a step reads beside its trees: those of the oldest readers first."""
         rows = min(_PROMPT_ROWS, MAX_ROWS - decoding)
-        together = self._runner.tree_rows(decoding + len(readers))
+        together = tree_rows(decoding + len(readers))
         most = min(together, self._runner.read_rows, self._drafter.features.commit_rows)
         pieces = []
         for sequence in readers:

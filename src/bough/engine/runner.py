@@ -19,34 +19,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bough.engine.inputs import StepTrees, Verify, tree_rows
 from bough.engine.sampler import Sampler
-from bough.kernels.sampling import RowOwners
-from bough.kernels.slot_mapping import padded_tree, ragged_rows
 from bough.kernels.tree import MAX_ROWS, Acceptance, accept_path, reference
 from bough.models.decoder import Target, VerifyBuffers
 from bough.models.step import SIZES, Step, largest_padded, padded_rows
 from bough.spec.drafter import DevicePaths, Drafter, HostPath
 from bough.spec.tree import SharedTrees, Tree
-from bough.state.graphs import CapturedFunction, StagedNumbers, warn_eager
+from bough.state.graphs import CapturedFunction, warn_eager
 from bough.state.sequences import SequenceStates
 
 _STOPS = 64  # end tokens that acceptance checks on the device; the host checks them all
 # Sequences that a padded step holds; those that are missing cost little, but not nothing.
 CAPACITIES = (1, 2, 4, 8, 16, 32, 64)
-# At a model's start costs of steps are measured for so long, or as long as so many plain steps take.
-_MEASURING_S, _MEASURING_STEPS = 0.2, 10
 _PATIENCE = 64  # steps of a size that run in a larger one before it is captured although others wait
 Masks = Sequence[np.ndarray | None]
-
-
-@dataclass(frozen=True, slots=True)
-class Verify:
-    """One sequence's part of a step: a tree, of which at most `max_accepted` rows are accepted."""
-
-    slot: int
-    tree: Tree
-    max_accepted: int
-    given: bool = False  # a chain of a prompt's tokens: all are accepted; for steps of several sequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,73 +158,6 @@ class StepClock:
         )
 
 
-class StepInputs:
-    """The trees of a step in static buffers, for `capacity` sequences at most.
-
-    One sequence: its tree may lie on the device. Several: ragged rows; a sequence that is missing has no rows
-    and the slot of the first one. `given`: the token after each row that is not sampled because the prompt
-    has it, else -1.
-    """
-
-    def __init__(self, capacity: int, device: torch.device):
-        sizes = [4 * MAX_ROWS, capacity, capacity, capacity + 1, MAX_ROWS]
-        self._numbers = StagedNumbers(sum(sizes), device=device)
-        self._tables = np.split(self._numbers.numbers, np.cumsum(sizes)[:-1])
-        rows, self.slots, self.limits, self.first, self.given = self._numbers.buffer.split(sizes)
-        self.rows = rows.view(4, MAX_ROWS)  # tokens, parents, ancestors, depths
-        self.load([Verify(0, Tree.root(0), 1)])
-
-    def load(self, parts: Sequence[Verify], shared: SharedTrees | None = None) -> list[int]:
-        """Load the trees of some sequences; return the bounds of their rows.
-
-        `shared`: instead of the parts' own trees; the bounds are then not known.
-        """
-        self._numbers.wait()  # the next step may be loaded while one runs
-        rows, slots, limits, first, given = self._tables
-        slots[:], limits[:] = parts[0].slot if parts else 0, 1
-        for index, part in enumerate(parts):
-            slots[index], limits[index] = part.slot, part.max_accepted
-        if shared is not None:
-            self._numbers.copy(slice(4 * MAX_ROWS, 4 * MAX_ROWS + 2 * len(slots)))
-            self._share(shared)
-            return [0] * (len(parts) + 1)
-        given[:] = -1
-        on_device = len(parts) == 1 and parts[0].tree.packed.device.type != "cpu"
-        bounds = [0, parts[0].tree.size] if on_device else _load_trees(rows, given, parts)
-        first[: len(bounds)], first[len(bounds) :] = bounds, bounds[-1]
-        self._numbers.copy(slice(4 * MAX_ROWS if on_device else 0, None))
-        if on_device:
-            self.rows.copy_(parts[0].tree.packed)
-        return bounds
-
-    def _share(self, shared: SharedTrees) -> None:
-        self.rows.copy_(shared.rows)
-        self.given.copy_(shared.given)
-        # Where the last sequence's rows end, those of missing ones do, too.
-        count = min(len(self.first), len(shared.first))
-        self.first[:count].copy_(shared.first[:count])
-        if count < len(self.first):
-            self.first[count:].copy_(shared.first[-1:].expand(len(self.first) - count))
-
-
-def _load_trees(rows: np.ndarray, given: np.ndarray, parts: Sequence[Verify]) -> list[int]:
-    """Write the trees one after the other to rows [4 * 64]; return their bounds."""
-    rows = rows.reshape(4, MAX_ROWS)
-    if len(parts) > 1 and max(part.tree.size for part in parts) == 1:
-        # At once: one by one they take longer than all else that the host does for a plain step.
-        packed = torch.stack([part.tree.packed for part in parts])
-        rows[:, : len(parts)] = packed[:, :, 0].T.cpu()
-        return list(range(len(parts) + 1))
-    bounds = [0]
-    for part in parts:
-        begin, end = bounds[-1], bounds[-1] + part.tree.size
-        rows[:, begin:end] = part.tree.packed.cpu().numpy()[:, : part.tree.size]
-        if part.given:
-            given[begin : end - 1] = rows[0, begin + 1 : end]
-        bounds.append(end)
-    return bounds
-
-
 class StepRunner:
     """Steps of the decoding sequences; `EagerRunner` and `GraphRunner` are its two forms."""
 
@@ -257,7 +177,7 @@ class StepRunner:
         self._rows = torch.arange(MAX_ROWS, device=device)[:, None].repeat(1, 2)
         self.sampler = Sampler(slots, MAX_ROWS, target.spec.vocab_size, device)
         self._draft_functions = drafter.bind(self.sampler.rank)
-        self._inputs = {1: StepInputs(1, device)}  # by how many sequences they hold
+        self._trees = StepTrees(states, device, padded=self.asynchronous)
         self._stops = torch.full((slots, _STOPS), -1, dtype=torch.int64, device=device)
         self._host_acceptance = self._host_first = torch.zeros(0, dtype=torch.int64)
         self._clock = StepClock(device, threads=target.threads)  # of the step that is being enqueued
@@ -272,14 +192,6 @@ class StepRunner:
     def step_rows(rows: int, sequences: int = 1) -> int:
         """Return the rows that a step of `sequences` trees with `rows` rows in all has."""
         return rows
-
-    @staticmethod
-    def tree_rows(sequences: int) -> int:
-        """Return the rows that a tree may have in a step of `sequences` sequences.
-
-        The delta rule's kernel reserves memory for the largest: with less of it twice as many run at a time.
-        """
-        return MAX_ROWS if sequences == 1 else 32 if sequences <= 4 else 16
 
     def begin(self, slot: int, stop_ids: Sequence[int] = ()) -> None:
         """Start a request whose accepted paths end at these tokens; none while its prompt is processed."""
@@ -302,11 +214,11 @@ class StepRunner:
         else:
             sizes = [part.tree.size for part in parts]
             rows, largest = sum(sizes), max(sizes)
-        most = self.tree_rows(len(parts))
+        most = tree_rows(len(parts))
         assert largest <= most, f"a tree of {largest} rows, at most {most}"
         assert rows <= MAX_ROWS, f"{rows} rows of {len(parts)} sequences, at most {MAX_ROWS}"
         capacity, size = self._shape(len(parts), rows, largest)
-        return self._timed_forward(capacity, size, self._inputs_of(capacity).load(parts, shared))
+        return self._timed_forward(capacity, size, self._trees.of(capacity).load(parts, shared))
 
     @staticmethod
     def most_rows(max_rows: int) -> int:
@@ -336,7 +248,7 @@ class StepRunner:
         """
         self._clock, self._next_clock = self._next_clock, self._clock
         capacity = len(forward.step.slots)
-        self._inputs[capacity].rows[0, :capacity].copy_(self._acceptance.next_tokens)
+        self._trees.of(capacity).rows[0, :capacity].copy_(self._acceptance.next_tokens)
         return self._timed_forward(capacity, forward.step.rows, [*forward.bounds])
 
     def accept(self, forward: Forward, masks: Sequence[Masks] = (), ended: Sequence[int] = ()) -> None:
@@ -346,7 +258,7 @@ class StepRunner:
         that have ended since the forward was launched: their pages may be others', so no row may be moved.
         """
         for index in ended:
-            self._inputs[len(forward.step.slots)].limits[index : index + 1].fill_(1)
+            self._trees.of(len(forward.step.slots)).limits[index : index + 1].fill_(1)
         self._clock.mark(Mark.ACCEPT)
         for row, own in zip(forward.bounds, masks, strict=False):
             if own:
@@ -390,24 +302,9 @@ class StepRunner:
         `batched`: and the steps of several sequences, without rows.
         """
 
-    def measure(self, slot: int = 0) -> dict[int, StepTimes]:
-        """Return the times of a step of one sequence by its rows, on a slot."""
+    def measured(self, slot: int, size: int, *, draft: bool = False) -> StepTimes:
+        """Return the times of a step of one sequence with `size` rows, and with a draft call if asked."""
         raise NotImplementedError
-
-    def _measured(self, slot: int, size: int) -> StepTimes:
-        self._states.reserve(slot, size)
-        self.accept(self.verify([Verify(slot, Tree.chain([0] * size), 1)]))
-        _, times = self.read_back()
-        self._states.lengths[slot] += 1
-        return times
-
-    def measure_draft(self, slot: int = 0) -> float:
-        """Return the seconds of a draft call, at best of two, on a slot."""
-        found = []
-        for _ in range(2):
-            self.draft(lambda: [function() for function in self._draft_functions[:1]])
-            found.append(self._measured(slot, 1).draft_cost)
-        return min(found)
 
     def _read(self, flat: Tensor, first: Tensor | None) -> None:
         """Begin to copy an acceptance to the host, and the first row of each tree of several."""
@@ -420,11 +317,6 @@ class StepRunner:
     def _shape(self, sequences: int, rows: int, largest: int) -> tuple[int, int]:
         """Return capacity and rows of the step that runs `sequences` trees, the largest of `largest` rows."""
         return self._capacity(sequences), self.step_rows(rows, sequences)
-
-    def _inputs_of(self, capacity: int) -> StepInputs:
-        if capacity not in self._inputs:
-            self._inputs[capacity] = StepInputs(capacity, self._device)
-        return self._inputs[capacity]
 
     def _timed_forward(self, capacity: int, size: int, bounds: list[int]) -> Forward:
         self._clock.mark(Mark.FORWARD)
@@ -446,26 +338,15 @@ class StepRunner:
         raise NotImplementedError
 
     def _forward(self, capacity: int, size: int, into: VerifyBuffers | None = None) -> Forward:
-        step = self._step_of_one(size) if capacity == 1 else self._step_of_some(capacity, size)
+        step = self._trees.step(capacity, size)
         found = self._target.verify(step, self._states.buffers, taps=self._taps, into=into)
         features, logits = found
         return Forward(step, features[0], logits[0], [])
 
-    def _step_of_one(self, size: int) -> Step:
-        """Return the step of the tree that was loaded, padded to `size` rows."""
-        inputs, lengths = self._inputs[1], self._states.buffers.lengths
-        rows = padded_tree(inputs.rows, inputs.first[1:], inputs.slots, lengths, size=size)
-        return _step(rows, inputs.slots, None, self.tree_rows(1))
-
-    def _step_of_some(self, capacity: int, size: int) -> Step:
-        inputs, lengths = self._inputs_of(capacity), self._states.buffers.lengths
-        rows = ragged_rows(inputs.rows, inputs.first, inputs.slots, lengths, size=size)
-        return _step(rows, inputs.slots, inputs.first, self.tree_rows(capacity))
-
     def _accept(self, forward: Forward) -> Acceptance:
         step = forward.step
         assert step.parents is not None and step.ancestors is not None
-        sampled, inputs = self.sampler.sample(forward.logits, step), self._inputs[len(step.slots)]
+        sampled, inputs = self.sampler.sample(forward.logits, step), self._trees.of(len(step.slots))
         if step.first is not None:
             given = inputs.given[: len(sampled)]
             sampled = torch.where(given >= 0, given, sampled)
@@ -491,43 +372,21 @@ class EagerRunner(StepRunner):
 
     asynchronous = False
 
-    def __init__(self, target: Target, states: SequenceStates, drafter: Drafter, *, max_rows: int):
-        super().__init__(target, states, drafter, max_rows=max_rows)
-        self._steps: dict[int, Step] = {}  # of one sequence, over static buffers, by rows
-        self._placed = torch.zeros(3, MAX_ROWS, dtype=torch.int64, device=self._device)
-
-    def measure(self, slot: int = 0) -> dict[int, StepTimes]:
-        """Measure the root, the largest tree, and then others while there is time; each twice."""
-        largest, found, start = self._max_rows, {}, time.perf_counter()
-        for size in dict.fromkeys([1, *(rows for rows in (8, largest, 4, 2, 16, 12, 6) if rows <= largest)]):
-            tries = [self._measured(slot, size) for _ in range(2)]
-            found[size] = min(tries, key=lambda times: times.verify_cost)
-            if time.perf_counter() - start > max(_MEASURING_S, _MEASURING_STEPS * found[1].verify_cost):
-                break
-        return found
-
-    def _step_of_one(self, size: int) -> Step:
-        """Return the step of the tree that was loaded; on a CPU tensors are made once for each size."""
-        if self._device.type != "cpu":
-            return super()._step_of_one(size)
-        inputs, placed = self._inputs[1], self._placed
-        if size not in self._steps:
-            tokens, parents, ancestors, _ = inputs.rows[:, None, :size].unbind()
-            positions, slots, starts = placed[:, :size].unbind()
-            tree, owners = (tokens, positions[None], parents, ancestors), RowOwners(slots, starts)
-            self._steps[size] = Step(inputs.slots, *tree, owners=owners)
-        slot = inputs.slots.item()
-        placed, depths = placed.numpy(), inputs.rows.numpy()[3, :size]
-        placed[0, :size] = depths + self._states.buffers.lengths.numpy()[slot]
-        placed[1, :size] = slot
-        return self._steps[size]
+    def measured(self, slot: int, size: int, *, draft: bool = False) -> StepTimes:
+        self._states.reserve(slot, size)
+        if draft:
+            self.draft(lambda: [function() for function in self._draft_functions[:1]])
+        self.accept(self.verify([Verify(slot, Tree.chain([0] * size), 1)]))
+        _, times = self.read_back()
+        self._states.lengths[slot] += 1
+        return times
 
     def _accept_on_host(self, forward: Forward) -> list[Accepted] | None:
         """On a CPU a step of one sequence is a few integers; tensors would take a fifth of a plain step."""
         step, size = forward.step, forward.bounds[-1]
         if step.first is not None or self._device.type != "cpu":
             return None
-        inputs, sampled = self._inputs[1], self.sampler.sample(forward.logits, step).tolist()
+        inputs, sampled = self._trees.of(1), self.sampler.sample(forward.logits, step).tolist()
         slot, limit = inputs.slots.item(), inputs.limits.item()
         tokens, parents = inputs.rows.numpy()[:2, :size].tolist()
         path, counts = [0], self.sampler.counts.numpy()
@@ -611,7 +470,7 @@ class GraphRunner(StepRunner):
         drafts = self._first_drafts
         pool, total = torch.cuda.graph_pool_handle(), len(self._sizes) + len(drafts)
         report = progress or (lambda done, total: None)
-        self._inputs[1].load([Verify(slot, Tree.root(0), 1)])
+        self._trees.of(1).load([Verify(slot, Tree.root(0), 1)])
         try:
             for done, function in enumerate(drafts, 1):
                 function.capture(pool)
@@ -635,23 +494,22 @@ class GraphRunner(StepRunner):
         return True
 
     def rehearse(self, slot: int = 0, *, batched: bool = False) -> None:
-        self._inputs[1].load([Verify(slot, Tree.root(0), 1)])
+        self._trees.of(1).load([Verify(slot, Tree.root(0), 1)])
         for function in self._draft_functions if batched else self._first_drafts:
             function()
         for size in self._sizes:
             self._run_accept(self._run_forward(1, size))
         for capacity, size in self._later if batched else ():
-            self._inputs_of(capacity).load([])
+            self._trees.of(capacity).load([])
             self._run_accept(self._run_forward(capacity, size))
 
-    def measure(self, slot: int = 0) -> dict[int, StepTimes]:
-        found = {}
-        self._inputs[1].load([Verify(slot, Tree.root(0), 1)])
-        for size in self.tree_sizes:
-            self.draft(lambda: [function() for function in self._first_drafts[:1]])
-            self.accept(self._timed_forward(1, size, [0, 1]))
-            _, found[size] = self.read_back()
-        return found
+    def measured(self, slot: int, size: int, *, draft: bool = False) -> StepTimes:
+        self._trees.of(1).load([Verify(slot, Tree.root(0), 1)])
+        if draft:
+            self.draft(lambda: [function() for function in self._draft_functions[:1]])
+        self.accept(self._timed_forward(1, size, [0, 1]))
+        _, times = self.read_back()
+        return times
 
     def capture_next(self) -> bool:
         if self._pool is None:
@@ -675,7 +533,7 @@ class GraphRunner(StepRunner):
             (size, capacity)
             for (capacity, size), forward in self._forwards.items()
             if forward.captured and capacity >= max(2, shape[0]) and size >= shape[1]
-            if largest <= self.tree_rows(capacity)
+            if largest <= tree_rows(capacity)
         ]
         if larger and self._wanted[shape] < _PATIENCE:
             size, capacity = min(larger)
@@ -686,7 +544,7 @@ class GraphRunner(StepRunner):
     def _prepare(self, capacity: int, size: int) -> None:
         """Capture a step of several sequences; without rows it changes no state."""
         self._later.remove((capacity, size))
-        self._inputs_of(capacity).load([])
+        self._trees.of(capacity).load([])
         try:
             self._capture_step((capacity, size), self._pool)
         except (RuntimeError, AssertionError) as error:
@@ -731,13 +589,6 @@ class GraphRunner(StepRunner):
             rows = (rows + step.first[:-1, None]).clamp(max=len(features) - 1)
         tokens = acceptance.tokens[:, : len(features)]
         self._drafter.commit(features, DevicePaths(step.slots, rows, acceptance.counts, tokens))
-
-
-def _step(rows: Tensor, slots: Tensor, first: Tensor | None, most: int) -> Step:
-    """Return the step of rows [6, size], see `ragged_rows`."""
-    tokens, parents, ancestors, positions, row_slots, starts = rows.unbind()
-    tree = (tokens[None], positions[None], parents[None], ancestors[None])
-    return Step(slots, *tree, first, RowOwners(row_slots, starts), most)
 
 
 def _batched_sizes(slots: int) -> list[tuple[int, int]]:

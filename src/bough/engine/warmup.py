@@ -1,5 +1,6 @@
 """Warmup: what an engine does between requests, so that the first request does nothing for the first time."""
 
+import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 
@@ -10,6 +11,9 @@ from bough.engine.prompts import PromptReader
 from bough.engine.runner import StepTimes
 from bough.kernels.tree import MAX_ROWS
 from bough.models.step import Step
+
+# At a model's start costs of steps are measured for so long, or as long as so many plain steps take.
+_MEASURING_S, _MEASURING_STEPS = 0.2, 10
 
 
 class Warmup:
@@ -33,16 +37,27 @@ class Warmup:
 
     @torch.inference_mode()
     def measure_steps(self) -> dict[int, StepTimes]:
-        """Return the times of steps of one sequence by rows: as padded, once captured."""
+        """Return the times of steps of one sequence by rows: as padded, once captured.
+
+        Without captured steps of the root, the largest tree, and then others while there is time; each twice.
+        """
+        times: dict[int, StepTimes] = {}
         with self._fresh_slot() as slot:
-            times = self._runner.measure(slot)
-            return {min(rows, self._max_rows): of_size for rows, of_size in times.items()}
+            for size in self._runner.tree_sizes:
+                times[min(size, self._max_rows)] = self._runner.measured(slot, size, draft=True)
+            start, order = time.perf_counter(), (1, 8, self._max_rows, 4, 2, 16, 12, 6)
+            for size in () if times else dict.fromkeys(size for size in order if size <= self._max_rows):
+                tries = [self._runner.measured(slot, size) for _ in range(2)]
+                times[size] = min(tries, key=lambda step: step.verify_cost)
+                if time.perf_counter() - start > max(_MEASURING_S, _MEASURING_STEPS * times[1].verify_cost):
+                    break
+        return times
 
     @torch.inference_mode()
     def measure_draft(self) -> float:
-        """Return the seconds of a draft call."""
+        """Return the seconds of a draft call, at best of two."""
         with self._fresh_slot() as slot:
-            return self._runner.measure_draft(slot)
+            return min(self._runner.measured(slot, 1, draft=True).draft_cost for _ in range(2))
 
     @torch.inference_mode()
     def rehearse(self) -> None:

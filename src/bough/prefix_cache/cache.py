@@ -8,14 +8,14 @@ the least recently used.
 
 import logging
 import time
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from bough.prefix_cache.boundaries import SnapshotKind
 from bough.prefix_cache.files import SnapshotFile, SnapshotFiles
-from bough.prefix_cache.snapshot import Snapshot, packed
+from bough.prefix_cache.snapshot import Snapshot, SnapshotList, packed
 from bough.state.draft_ring import SavedRings
 from bough.state.snapshots import SavedPage, SavedSequence, SnapshotStore
 
@@ -46,9 +46,8 @@ class PrefixCache:
     def __init__(self, store: SnapshotStore, config: PrefixCacheConfig):
         self.store, self._budget, self._files = store, config.budget, config.files
         self._exact = config.exact
-        self._snapshots: list[Snapshot] = []
+        self._snapshots = SnapshotList(store)
         self._unwritten: list[Snapshot] = []  # inserted since the last `write`
-        self._time = 0
         self._warned = False
 
     @property
@@ -95,7 +94,9 @@ class PrefixCache:
                 self._load(match)  # a file that cannot be read is removed from the entries
                 continue
             if match is not None:
-                self._touch(match)
+                self._snapshots.touch(match)
+                if self._files:
+                    self._files.touch(match.tokens)
             return match
 
     def insert(
@@ -145,7 +146,7 @@ class PrefixCache:
         """Offload pages, then evict snapshots other than `keep`, until the shortage is 0 or none is left."""
         while pages := shortage():
             freed = 0
-            for page in self._lru_pages(keep):
+            for page in self._snapshots.lru_pages(keep):
                 full = page.host is None and self._host_bytes + self.store.page_bytes > self._budget
                 if full or freed == pages or not self._offload([page]):
                     break
@@ -160,18 +161,12 @@ class PrefixCache:
         goal = min(room, _AHEAD * len(self.store.states.lengths) * self.store.state_bytes)
         if not self.enabled:
             return False
-        return self.store.reserve_pages(room) or self.store.reserve.grow(self._pinned_in_use, goal)
-
-    @property
-    def _pinned_in_use(self) -> int:
-        """Return what snapshots take of the memory that is pinned ahead; pages have memory of their own."""
-        tails = sum(each.state.tail is not None for each in self._snapshots) * self.store.page_bytes
-        return sum(each.nbytes for each in self._snapshots) - tails
+        return self.store.reserve_pages(room) or self.store.reserve.grow(self._snapshots.pinned_bytes, goal)
 
     def _evict_for(self, nbytes: int) -> None:
         """Evict snapshots, but the last few, until so much of the memory that is pinned already is free."""
         pinned = self.store.reserve.pinned  # 0: there was no idle time yet
-        while pinned and len(self._snapshots) > _KEPT and self._pinned_in_use + nbytes > pinned:
+        while pinned and len(self._snapshots) > _KEPT and self._snapshots.pinned_bytes + nbytes > pinned:
             if not self._evict_lru(None):
                 return
 
@@ -205,7 +200,7 @@ class PrefixCache:
 
     @property
     def _host_bytes(self) -> int:
-        return self.store.host_page_bytes + self._pinned_in_use
+        return self.store.host_page_bytes + self._snapshots.pinned_bytes
 
     def _add(self, snapshot: Snapshot) -> None:
         for other in list(self._snapshots):
@@ -213,8 +208,7 @@ class PrefixCache:
                 self._remove(other)
             elif other.kind == snapshot.kind != "head" and snapshot.tokens.startswith(other.tokens):
                 other.superseded = True
-        self._snapshots.append(snapshot)
-        self._stamp(snapshot)
+        self._snapshots.add(snapshot)
 
     def _load(self, entry: SnapshotFile) -> None:
         assert self._files is not None
@@ -232,7 +226,7 @@ class PrefixCache:
         if self._host_bytes <= self._budget:
             return
         pinned = {id(page) for each in self._pinned(keep) for page in each.state.pages}
-        for page in self._lru_pages(None):
+        for page in self._snapshots.lru_pages(None):
             if self._host_bytes <= self._budget:
                 return
             if page.host is not None and id(page) not in pinned:
@@ -272,29 +266,9 @@ class PrefixCache:
     def _is_being_written(self, snapshot: Snapshot) -> bool:
         return self._files is not None and self._files.is_writing(snapshot)
 
-    def _lru_pages(self, keep: Snapshot | None) -> Iterator[SavedPage]:
-        """Yield evictable pages in the eviction order of the last snapshot that uses each."""
-        seen = {id(page) for page in keep.state.pages} if keep else set()
-        groups = []
-        for snapshot in reversed(self._eviction_order()):
-            pages = [page for page in snapshot.state.pages if id(page) not in seen]
-            seen |= {id(page) for page in pages}
-            groups.append([page for page in pages if self.store.is_evictable(page)])
-        for group in reversed(groups):
-            yield from reversed(group)
-
-    def _eviction_order(self) -> list[Snapshot]:
-        """Return superseded and expired snapshots, then the others, each least recently used first."""
-        now = time.monotonic()
-
-        def wanted(snapshot: Snapshot) -> bool:
-            return not snapshot.superseded and (snapshot.expires is None or now < snapshot.expires)
-
-        return sorted(self._snapshots, key=lambda each: (wanted(each), each.used))
-
     def _evict_lru(self, keep: Snapshot | None) -> bool:
         pinned = self._pinned(keep)
-        victim = next((each for each in self._eviction_order() if each not in pinned), None)
+        victim = next((each for each in self._snapshots.eviction_order() if each not in pinned), None)
         if victim is not None:
             self._remove(victim)
         return victim is not None
@@ -305,16 +279,3 @@ class PrefixCache:
             self._files.flush()
         self._snapshots.remove(snapshot)
         self.store.release(snapshot.state)
-
-    def _touch(self, snapshot: Snapshot) -> None:
-        """Mark a snapshot and all snapshots of its prefixes as used."""
-        snapshot.superseded, snapshot.expires = False, None
-        prefixes = [prefix for prefix in self._snapshots if snapshot.tokens.startswith(prefix.tokens)]
-        for prefix in sorted(prefixes, key=lambda prefix: prefix.length):
-            self._stamp(prefix)
-        if self._files:
-            self._files.touch(snapshot.tokens)
-
-    def _stamp(self, snapshot: Snapshot) -> None:
-        self._time += 1
-        snapshot.used = self._time

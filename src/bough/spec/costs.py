@@ -92,7 +92,8 @@ class StepCosts:
     def of_sizes(self, sizes: Sequence[int]) -> list[float]:
         """Return the costs of several sizes."""
         known = sorted(self.step)
-        costs = [self._aged(rows, self.step[rows]) for rows in known]
+        plain, trees = self._stretch("plain"), self._stretch("rows")  # once: a plan asks for all sizes
+        costs = [(plain if rows == 1 else trees) * self._calm(rows, self.step[rows]) for rows in known]
         return [_interpolated(known, costs, rows) for rows in sizes]
 
     def _observed(self, key: int, old: float | None, seconds: float) -> float:

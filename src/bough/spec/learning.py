@@ -85,7 +85,7 @@ class Lessons:
 
     def _learn_acceptance(self, called: CalledDraft, path: list[int], *, verified: int, mix: int) -> None:
         weights, waited = called.report.probabilities, called.plan.waited
-        self.policy.observe(weights, path, verified=verified, waited=waited, mix=mix)
+        self.policy.history.observe(weights, path, verified=verified, waited=waited, mix=mix)
 
 
 class LessonQueue:

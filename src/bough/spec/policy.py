@@ -1,6 +1,6 @@
 """How many rows the next step verifies: decided by `RowPolicy` before it starts, from what was learnt.
 
-That is what steps cost (`StepCosts`), how many tokens of a draft call are accepted (`AcceptanceEstimator`),
+That is what steps cost (`StepCosts`), how many tokens of a draft call are accepted (`TextHistory`),
 how often prompt lookup is right (`LookupAccuracy`), and where a target has several drafts which of them are
 worth their calls (`Mixes`).
 
@@ -12,12 +12,13 @@ tree is verified if that alone pays. Prompt lookup costs nothing to propose: it 
 to pay.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 
-from bough.spec.acceptance import WAITS, AcceptanceEstimator, UsualAcceptance
+from bough.spec.acceptance import WAITS
 from bough.spec.costs import StepCosts
+from bough.spec.history import TextHistory
 
 EAGER_SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # rows to choose from where steps are not padded
 # There: plain steps from one decision about the draft to the next after the last of WAITS, and steps from one
@@ -118,76 +119,77 @@ class Plan:
 PLAIN = Plan(1, False)
 
 
-@dataclass(frozen=True, slots=True)
 class PlanRates:
     """Tokens a second of the plans that a step can have, as far as costs and estimates tell."""
 
-    costs: StepCosts
-    sizes: Sequence[int]
-    acceptance: AcceptanceEstimator  # of the mix in use
-    mix: int
-    waited: int  # plain steps since the last tree
-    backlog: int  # positions whose features wait for a draft call
-    unread_s: float = 0.0  # that the next draft call takes to read what it has not seen of the text, once
-    horizon: int = HORIZON  # tokens that are still expected
-    passes: float = 1.0  # of a draft call, which costs are counted by
+    def __init__(
+        self, costs: StepCosts, sizes: Sequence[int], history: TextHistory, *, unread: int, passes: float
+    ):
+        """`unread` positions, which a draft call reads by itself, once; `passes` that it makes."""
+        self._history, self._sizes, gap = history, sizes[1:], costs.gap_before
+        # Each is asked for once: a look at all costs takes a hundredth of a plain step on a fast CPU.
+        root_s, *self._trees_s = costs.of_sizes(sizes)
+        self.plain_s = root_s + gap("plain")  # of a plain step and what the host does before it
+        # Of a draft call, with the positions that wait: what plans leave unread is read again and again.
+        backlog = min(history.unchanged, WAITS[-1]) if unread else history.unchanged
+        self._call_s = passes * costs.draft_call(history.mix) + costs.backlog * backlog
+        # What it takes once to read what the draft has not seen; the tokens that are still expected.
+        self._unread_s = costs.backlog * max(0, unread - WAITS[-1])
+        self._horizon = max(HORIZON, history.steps)
+        draft_s = self._call_s + gap("draft")
+        self._drafted_s = [cost + draft_s for cost in self._trees_s]
+        self._lookup_gap_s, self._most = gap("lookup"), history.acceptance.most()
 
-    @property
-    def plain_s(self) -> float:
-        """Seconds of a plain step and of what the host does before it."""
-        return self.costs.of(1) + self.costs.gap_before("plain")
-
-    @property
-    def call_s(self) -> float:
-        """Seconds of a draft call, with the positions that have waited for it."""
-        return self.passes * self.costs.draft_call(self.mix) + self.costs.backlog * self.backlog
-
-    def draft_seconds(self) -> list[float]:
-        """Return what a draft call and a tree cost, for each size but the root alone."""
-        draft = self.call_s + self.costs.gap_before("draft")
-        return [cost + draft for cost in self.costs.of_sizes(self.sizes[1:])]
-
-    def best_draft(self, best: Plan, speed: float, seconds: list[float]) -> tuple[Plan, float]:
+    def best_draft(self, best: Plan, speed: float) -> tuple[Plan, float]:
         """Return the fastest plan of plain steps and a draft call, if any beats `speed` tokens a second."""
-        plain = self.plain_s
-        if self.unread_s and not self._pays_to_read(seconds):
+        acceptance, waited, least = self._history.acceptance, self._history.waited, min(self._drafted_s)
+        if self._unread_s and not self._pays_to_read():
             return best, speed
-        for wait in (self.waited, *(wait for wait in WAITS if wait > self.waited)):
-            now = wait == self.waited
-            expected = self.acceptance.expected(wait)[1:]
-            for rows, more, cost in zip(self.sizes[1:], expected, seconds, strict=True):
-                rate = (wait + 1 + more) / (wait * plain + cost) / (1 if now else PATIENCE)
+        for wait in (waited, *(wait for wait in WAITS if wait > waited)):
+            now, plain_s = wait == waited, wait * self.plain_s
+            if wait + 1 + self._most <= speed * (plain_s + least):
+                continue  # mostly, where steps are short
+            for rows, more, cost in self._drafts(acceptance.expected(wait)):
+                rate = (wait + 1 + more) / (plain_s + cost) / (1 if now else PATIENCE)
                 if rate > speed:
                     best, speed = Plan(rows, True, waited=wait) if now else PLAIN, rate
         return best, speed
 
-    def _pays_to_read(self, seconds: list[float]) -> bool:
+    def _pays_to_read(self) -> bool:
         """Return whether what draft calls save of the tokens to come is more than reading the text takes."""
-        expected = self.acceptance.expected(self.waited)[1:]
-        token_s = min(cost / (1 + more) for more, cost in zip(expected, seconds, strict=True))
-        return self.unread_s <= self.horizon * (self.plain_s - token_s)
+        expected = self._history.acceptance.expected(self._history.waited)
+        token_s = min(cost / (1 + more) for _, more, cost in self._drafts(expected))
+        return self._unread_s <= self._horizon * (self.plain_s - token_s)
 
     def best_lookup(self, best: Plan, speed: float, copied: int, probability: float) -> tuple[Plan, float]:
         """Return the fastest copy of what prompt lookup found, if any beats `speed` tokens a second."""
-        for rows in self.sizes[1:]:
+        for rows, cost in zip(self._sizes, self._trees_s, strict=True):
             # 1 + p + p^2 + ...: one for the target's own token after the copied ones.
             count = min(rows, copied + 1)
             tokens = (1 - probability**count) / (1 - min(probability, 0.999))
-            rate = tokens / (self.costs.of(rows) + self.costs.gap_before("lookup"))
+            rate = tokens / (cost + self._lookup_gap_s)
             if rate > speed:
                 best, speed = Plan(rows, False, lookup=True), rate
         return best, speed
 
-    def probe(self, seconds: list[float]) -> tuple[Plan, float]:
+    def may_probe(self, most: float) -> bool:
+        """Return whether a draft call may lose no more than `most` plain steps: a bound."""
+        verified_s = min(self._drafted_s) - (1 + self._most) * self.plain_s
+        return min(self._call_s, verified_s) <= most * self.plain_s
+
+    def probe(self) -> tuple[Plan, float]:
         """Return the draft call that loses least, and the plain steps that it may lose."""
-        plain, unread = self.plain_s, self.unread_s / self.plain_s
-        probe, loss = Plan(1, True, waited=self.waited), self.call_s / plain + unread
-        expected = self.acceptance.expected(self.waited)[1:]
-        for rows, more, cost in zip(self.sizes[1:], expected, seconds, strict=True):
-            lost = cost / plain + unread - 1 - more
+        waited, unread = self._history.waited, self._unread_s / self.plain_s
+        probe, loss = Plan(1, True, waited=waited), self._call_s / self.plain_s + unread
+        for rows, more, cost in self._drafts(self._history.acceptance.expected(waited)):
+            lost = cost / self.plain_s + unread - 1 - more
             if lost < loss:
-                probe, loss = Plan(rows, True, waited=self.waited), lost
+                probe, loss = Plan(rows, True, waited=waited), lost
         return probe, loss
+
+    def _drafts(self, expected: list[float]) -> Iterator[tuple[int, float, float]]:
+        """Return rows, expected tokens and seconds of a draft call and its tree, for each size."""
+        return zip(self._sizes, expected[1:], self._drafted_s, strict=True)
 
 
 class RowPolicy:
@@ -211,37 +213,33 @@ class RowPolicy:
         self._sizes = [rows for rows in sizes if rows < max_rows] + [max_rows]
         self._adaptive = adaptive
         self._padded = sizes is not EAGER_SIZES
-        self._estimators = [AcceptanceEstimator(self._sizes) for _ in range(max(1, drafts))]  # by mix
+        self.history = TextHistory(self._sizes, drafts)
         self.mixes = Mixes(drafts, self._sizes)
-        self._mix = 0  # in use
-        self._new_text = True
-        self._waited = 0  # plain steps since the last tree
-        self._unchanged = 0  # the same, or since the last outcome or the beginning of the text
-        self._steps = 0  # of the text
-        self.since_draft = 0
         self.passes = 1.0  # that the next draft call makes
         self.unread = 0  # positions that the draft reads by itself and has not: of a prompt, mostly
 
     def fork(self) -> "RowPolicy":
         """Return the policy of a new text."""
         other = copy(self)
-        other._estimators = [estimator.fork() for estimator in self._estimators]
-        other._new_text, other._unchanged = True, 0
-        other._steps = other.unread = 0
+        other.history = self.history.fork()
+        other.unread = 0
         return other
 
     def plan(self, *, copied: int = 0, probability: float = 0.0) -> Plan:
         """Plan the next step, where prompt lookup found `copied` tokens, each right with `probability`."""
-        self.begin_step()
+        self.history.begin()
+        self.history.begin_steps()
         self.mixes.step()
         plan = self._decide(copied, probability)
-        return self._take(self._with_mix(plan) if plan.draft and self._drafts > 1 else plan)
+        plan = self._with_mix(plan) if plan.draft and self._drafts > 1 else plan
+        self.history.end_steps(rows=plan.rows, draft=plan.draft)
+        return plan
 
     def _with_mix(self, plan: Plan) -> Plan:
         """Return the plan of a draft call with the drafts that it calls."""
-        if self._adaptive and self.mixes.compares(self._mix, self.costs.of(1), self.costs.draft_call):
+        if self._adaptive and self.mixes.compares(self.history.mix, self.costs.of(1), self.costs.draft_call):
             return replace(plan, mix=self.mixes.last, compares=True)
-        return replace(plan, mix=self._mix)
+        return replace(plan, mix=self.history.mix)
 
     def plan_root(self, *, copied: int = 0, probability: float = 0.0) -> bool:
         """Return whether the step after the current one is the root alone; if so that is planned.
@@ -249,22 +247,10 @@ class RowPolicy:
         A lookup that was not there one token ago, or is more likely now, has to wait one step.
         """
         plan = self._decide(copied, probability)
-        if self._new_text or plan.rows > 1 or plan.draft:
+        if not self.history.begun or plan.rows > 1 or plan.draft:
             return False
-        self._count_step(new_text=False)
-        self.mixes.step()
-        self._take(plan)
+        self.rested(1)
         return True
-
-    def observe(
-        self, weights: list[float], path: list[int], *, verified: int, waited: int, mix: int = 0
-    ) -> None:
-        """Learn from a draft call: probabilities of its rows' paths, the accepted rows, the rows verified."""
-        self._unchanged = 0
-        estimator = self._estimators[mix]
-        estimator.usual.draft_calls += 1
-        estimator.usual.accepted_tokens += len(path) - 1
-        estimator.observe(weights, path, verified=verified, waited=waited)
 
     @property
     def rows_are_dear(self) -> bool:
@@ -275,119 +261,53 @@ class RowPolicy:
         """Return how many steps from now on are plain unless prompt lookup finds something."""
         if self._padded or not self._adaptive:
             return 0
-        return self._next_decision(self._unchanged) - self._unchanged
+        return self._next_decision() - self.history.unchanged
+
+    def rest_at_first(self) -> int:
+        """Begin the text; return how many of its first steps are plain unless prompt lookup finds something.
+
+        Decided before the first token, since it takes a sixth of a plain step: 3% of an answer of 6 tokens.
+        """
+        if self._padded or not self._adaptive or self._plain_is_due():
+            return 0
+        self.history.begin()
+        return WAITS[1] if self._decide(0, 0.0) is PLAIN else 0
 
     def rested(self, steps: int) -> None:
         """Count plain steps that were not planned one by one."""
-        for estimator in self._estimators:
-            estimator.step(new_text=False, count=steps)
+        self.history.begin_steps(steps)
         self.mixes.step(steps)
-        self._count_plain(steps)
-
-    # -- For steps of several texts, which `RowSharing` plans
-
-    @property
-    def started(self) -> bool:
-        """Whether there is any outcome to plan from."""
-        return self._estimator.started
-
-    def use_mix(self, mix: int) -> None:
-        self._mix = mix
-
-    @property
-    def kept_promises(self) -> float:
-        """Tokens accepted of this text's trees for each that their weights promised."""
-        return self._estimator.kept.factor
-
-    def expected(self) -> list[float]:
-        """Return the tokens that a draft call now would have accepted, by size; [] before any outcome."""
-        return self._estimator.expected(self._waited)
-
-    def taken(self, plan: Plan) -> Plan:
-        """Return the plan of this text in a step of several."""
-        return self._take(replace(plan, waited=self._waited))
-
-    @property
-    def _estimator(self) -> AcceptanceEstimator:
-        """Of the mix in use."""
-        return self._estimators[self._mix]
-
-    @property
-    def _usual(self) -> UsualAcceptance:
-        """Of the first mix."""
-        return self._estimators[0].usual
-
-    def _count_step(self, *, new_text: bool) -> None:
-        for estimator in self._estimators:
-            estimator.step(new_text=new_text)
-
-    def begin_step(self) -> None:
-        """Count a step; `plan` does so by itself."""
-        self._count_step(new_text=self._new_text)
-        if self._new_text:
-            # No tree has just ended at the beginning of a text.
-            self._waited, self._new_text = WAITS[-1], False
-
-    def _take(self, plan: Plan) -> Plan:
-        self._count_plain(1)
-        if plan.draft:
-            self.since_draft = self._usual.unasked = 0
-        if plan.rows > 1:
-            self._waited = self._unchanged = 0
-        return plan
-
-    def _count_plain(self, steps: int) -> None:
-        usual = self._usual
-        usual.steps += steps
-        usual.unasked += steps
-        self.since_draft += steps
-        self._waited += steps
-        self._unchanged += steps
-        self._steps += steps
+        self.history.end_steps(steps)
 
     def _decide(self, copied: int, probability: float) -> Plan:
         largest = self._sizes[-1]
         if not self._adaptive:
-            self._mix = self.mixes.last
+            self.history.mix = self.mixes.last
             return Plan(largest, self._drafts > 0, lookup=not self._drafts and copied > 0)
         drafts = self._drafts > 0 and self._draft_is_due()
         if self._plain_is_due() or not (drafts or copied):
             return PLAIN
-        self._mix = self.mixes.best(self.costs.of, self.costs.draft_call)
-        waited, unchanged = self._waited, self._unchanged
-        # What plans leave unread is read again and again, the rest once.
-        backlog = min(unchanged, WAITS[-1]) if self.unread else unchanged
-        once = self.costs.backlog * max(0, self.unread - WAITS[-1])
-        rates = PlanRates(
-            self.costs,
-            self._sizes,
-            self._estimator,
-            self._mix,
-            waited,
-            backlog,
-            once,
-            max(HORIZON, self._steps),
-            self.passes,
-        )
+        history = self.history
+        history.mix = self.mixes.best(self.costs.of, self.costs.draft_call)
+        rates = PlanRates(self.costs, self._sizes, history, unread=self.unread, passes=self.passes)
         best, speed = PLAIN, MARGIN / rates.plain_s
-        seconds = rates.draft_seconds() if drafts else []
         if drafts:
-            best, speed = rates.best_draft(best, speed, seconds)
+            best, speed = rates.best_draft(best, speed)
         if copied:
             best, speed = rates.best_lookup(best, speed, copied, probability)
-        if drafts and best.rows == 1:
-            probe, loss = rates.probe(seconds)
+        if drafts and best.rows == 1 and rates.may_probe(TEXT_SHARE * history.steps):
+            probe, loss = rates.probe()
             if self._pays_to_know(loss):
                 return probe
         return best
 
     def _draft_is_due(self) -> bool:
         """Return whether to decide about the draft."""
-        return self._padded or self._next_decision(self._unchanged) == self._unchanged
+        return self._padded or self._next_decision() == self.history.unchanged
 
-    @staticmethod
-    def _next_decision(unchanged: int) -> int:
+    def _next_decision(self) -> int:
         """Return after how many plain steps the draft is next decided about on a CPU."""
+        unchanged = self.history.unchanged
         if unchanged <= WAITS[-1]:
             return next(wait for wait in WAITS if unchanged <= wait)
         return -(-unchanged // RESTING_INTERVAL) * RESTING_INTERVAL
@@ -403,7 +323,7 @@ class RowPolicy:
 
     def _pays_to_know(self, loss: float) -> bool:
         """Return whether the plain steps that a draft call may lose are a small share of the time."""
-        usual = self._usual
+        usual = self.history.usual
         share = max(PROBE_SHARE, TEXT_SHARE / (1 + usual.outcomes))
         due = usual.unasked + 1 >= max(loss / share, PROBE_INTERVAL)
-        return due and TEXT_SHARE * self._steps >= loss
+        return due and TEXT_SHARE * self.history.steps >= loss

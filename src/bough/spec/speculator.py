@@ -75,6 +75,12 @@ class _Text:
             self.policy.rested(self.rested)
         self.resting = self.rested = 0
 
+    def take(self, rows: int) -> None:
+        """Note how many rows it had in a step of several texts."""
+        history = self.policy.history
+        self.plan = replace(self.plan, rows=rows, waited=history.waited)
+        history.end_steps(rows=rows, draft=self.plan.draft)
+
     def begin_turn(self, turn: Turn) -> None:
         """Begin a step that is planned: look up what needs no draft."""
         self.wake()
@@ -92,6 +98,12 @@ class _Text:
         """Return its part of a draft call; where trees are chains, no lookup is among the candidates."""
         copied, score = self.copied
         return Ask(turn.slot, turn.anchor, [] if chain else copied, score, self.lookup.text)
+
+    def tree(self, turn: Turn, rows: int) -> Tree:
+        """Return the first rows of what was proposed for it."""
+        if self.report is not None:
+            return self.report.tree(rows)
+        return Tree.root(turn.anchor) if rows == 1 else Tree.chain([turn.anchor, *self.copied[0]][:rows])
 
     def looked_up(self) -> tuple[list[int], float]:
         """Return what followed the last tokens earlier in the text, and each one's log probability."""
@@ -197,12 +209,16 @@ class Speculator:
         self._texts[slot] = _Text(self._policy, lookup, lessons, self._config.lookup)
         self._draft.begin(slot)
         self._watch.begin(slot)
-        lookup.append(list(tokens))
+        repeats = lookup.append(list(tokens))
         if saved is not None:
             self._draft.restore(slot, saved)
+        if self._on_host and not repeats:
+            self._texts[slot].resting = self._policy.rest_at_first()
 
     def prefill(self, slot: int, tokens: list[int], features: Tensor | None) -> None:
-        self._texts[slot].lookup.append(tokens)
+        text = self._texts[slot]
+        if text.lookup.append(tokens):
+            text.resting = 0
         if features is not None:
             self._draft.append(slot, features, skipped=len(tokens) - len(features))
             self._draft.flush(slot)
@@ -242,21 +258,17 @@ class Speculator:
         reports = self._call.reports() if self._asked else []
         weights = [self._weights(turn, reports) for turn in turns]
         rows = self._sharing.shares(weights, padded=self._padded_sizes is not None, prompts=read)
-        return [self._tree(turn, count) for turn, count in zip(turns, rows, strict=True)]
+        return [self._texts[turn.slot].tree(turn, count) for turn, count in zip(turns, rows, strict=True)]
 
     def observe(self, outcomes: Mapping[int, StepOutcome], prompts: Sequence[int] = ()) -> None:
+        if self._alone and self._observe_rested(outcomes):
+            return
         reports = cache(lambda: cache(partial(self._call.read, self._call.report())))  # read once, and later
         for slot, outcome in outcomes.items():
             text = self._texts[slot]
             if not self._alone:
-                text.plan = text.policy.taken(replace(text.plan, rows=outcome.rows))
-            repeats = text.lookup.append(outcome.tokens)
-            if text.plan is _RESTED:
-                if repeats:
-                    text.resting = 0
-                if not text.resting:
-                    self._observed = slot, self._clock()
-                return
+                text.take(outcome.rows)
+            text.lookup.append(outcome.tokens)
             if outcome.rows > 1:
                 copied = [] if self._config.chain and text.plan.draft else text.copied[0]
                 self._watch.observe(slot, outcome.tokens[:-1], copied, drafted=text.plan.draft)
@@ -266,6 +278,23 @@ class Speculator:
             self._observe_costs(self._texts[slot], slot, outcome)
         else:
             self._observe_shared_costs(outcomes, prompts)
+
+    def _observe_rested(self, outcomes: Mapping[int, StepOutcome]) -> bool:
+        """Observe a step of one text that was not planned, if it is one."""
+        [(slot, outcome)] = outcomes.items()
+        text = self._texts[slot]
+        if text.plan is not _RESTED:
+            return False
+        left = text.resting
+        if text.lookup.append(outcome.tokens):
+            text.resting = 0
+        if text.resting > 1:
+            return True
+        (_, start), self._observed = self._observed, (slot, self._clock())
+        if not left:  # the step before was the last but one, or planned
+            gap_s = self._observed[1] - start - outcome.verify_cost
+            text.policy.costs.observe_gap("plain", max(gap_s, 0.0))
+        return True
 
     def notes(self, slot: int) -> Notes:
         text = self._texts.get(slot)
@@ -309,7 +338,7 @@ class Speculator:
 
     def _draft_alone(self, turn: Turn) -> None:
         text = self._texts[turn.slot]
-        if text.resting:
+        if text.resting and turn.constraint is None:
             text.resting -= 1
             text.rested += 1
             text.plan = _RESTED
@@ -363,9 +392,11 @@ class Speculator:
             costs.observe_draft((draft_s - backlog_s) / passes, plan.mix, wall_s / passes)
             costs.observe_backlog(backlog_s, positions)
         self._observed = slot, self._clock()
-        if before == slot:
+        kind = "draft" if plan.draft else "lookup" if outcome.rows > 1 else "plain"
+        # On a host the gap before a plain step is that of one that was not planned: planning is half of it.
+        rested = self._on_host and kind == "plain" and "plain" in costs.gap
+        if before == slot and not rested:
             gap_s = self._observed[1] - start - draft_s - outcome.verify_cost
-            kind = "draft" if plan.draft else "lookup" if outcome.rows > 1 else "plain"
             costs.observe_gap(kind, max(gap_s, 0.0))
 
     # -- Steps of several texts: their trees share the rows, on the device if none has to be read before
@@ -421,13 +452,15 @@ class Speculator:
     def _offer(self, turn: Turn, mix: int, *, due: bool) -> Offer:
         text = self._texts[turn.slot]
         copied, score = text.copied
-        text.policy.use_mix(mix)
-        text.policy.begin_step()
-        if text.policy.started and (due or not text.expected):
-            text.expected = text.policy.expected()
+        history = text.policy.history
+        history.mix = mix
+        history.begin()
+        history.begin_steps()
+        if history.acceptance.started and (due or not text.expected):
+            text.expected = history.acceptance.expected(history.waited)
         unread = self._draft.unread(turn.slot, text.lookup.text)
         max_rows = 1 if unread > _MOST_UNREAD else min(turn.max_rows, self._config.budget + 1)
-        since = text.policy.since_draft
+        since = history.since_draft
         return Offer(text.expected, len(copied), math.exp(score), max_rows, since, turn.slot)
 
     def _shared(self, turns: Sequence[Turn], prompts: Sequence[Piece]) -> SharedTrees:
@@ -435,11 +468,12 @@ class Speculator:
         offers, parts = [], []
         for turn in turns:
             text = self._texts[turn.slot]
-            (copied, score), policy = text.copied, text.policy
+            (copied, score), history = text.copied, text.policy.history
+            expected = text.expected or history.acceptance.expected(history.waited)
             most = min(turn.max_rows, self._config.budget + 1)
-            offers.append(Offer(text.expected or policy.expected(), len(copied), math.exp(score), most, 0))
+            offers.append(Offer(expected, len(copied), math.exp(score), most, 0))
             if text.was_asked(self._calls):
-                parts.append(SharedPart(turn.slot, most, policy.kept_promises))
+                parts.append(SharedPart(turn.slot, most, history.acceptance.kept.factor))
             else:
                 chain = Tree.chain([turn.anchor, *copied][:most]) if copied else Tree.root(turn.anchor)
                 parts.append(SharedPart(turn.slot, most, tree=chain, score=score))
@@ -458,14 +492,9 @@ class Speculator:
             if turn.constraint is not None:
                 report = report.only(turn.constraint.kept(report.tokens, report.parents))
             text.report = report
-            gains = text.policy.kept_promises * np.array(report.probabilities[1 : turn.max_rows])
+            gains = text.policy.history.acceptance.kept.factor * np.array(
+                report.probabilities[1 : turn.max_rows]
+            )
             return np.minimum(gains, 1.0)
         copied, score = text.copied
         return np.exp(score * np.arange(1, min(len(copied), turn.max_rows - 1) + 1))
-
-    def _tree(self, turn: Turn, rows: int) -> Tree:
-        """Return the first rows of what was proposed for a text."""
-        text = self._texts[turn.slot]
-        if text.report is not None:
-            return text.report.tree(rows)
-        return Tree.root(turn.anchor) if rows == 1 else Tree.chain([turn.anchor, *text.copied[0]][:rows])
