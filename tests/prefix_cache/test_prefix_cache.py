@@ -92,6 +92,18 @@ def test_superseded_snapshots_are_evicted_first(spec: ModelSpec) -> None:
     assert reader.read([*system, *text(10, 50)], {}) == 8
 
 
+def test_the_least_recently_used_is_evicted_first(spec: ModelSpec) -> None:
+    reader, words = Recorder(spec), [text(seed, 100) for seed in range(4)]
+    for tokens in words:
+        reader.read(tokens, {90: "turn"})
+    for index in (2, 0, 3, 1):
+        assert reader.read(words[index], {}) == 90
+    for left in ((0, 3, 1), (3, 1), (1,)):
+        assert reader.cache._evict_lru(None)
+        held = {bytes(snapshot.tokens) for snapshot in reader.cache._snapshots}
+        assert held == {bytes(packed(words[index][:90])) for index in left}
+
+
 def test_what_nobody_has_used_in_its_time_is_evicted_first(spec: ModelSpec, tmp_path: Path) -> None:
     reader = Recorder(spec, folder=tmp_path)
     used, ahead, fresh = (text(seed, 100) for seed in (1, 2, 3))

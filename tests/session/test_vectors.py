@@ -81,8 +81,9 @@ def test_vectors_are_those_of_transformers_alone_and_in_company(hf, pooling):
         assert np.abs(unit(found) - unit(pooled)).max() <= 1e-5
 
 
-def test_chunks_and_the_native_library_give_the_same_vector(hf):
-    path = embedding_file(hf, 3)
+@pytest.mark.parametrize("pooling", [1, 3], ids=["mean", "last"])
+def test_chunks_and_the_native_library_give_the_same_vector(hf, pooling):
+    path = embedding_file(hf, pooling)
     whole = [vectors(load_session(path, TORCH), embedding(text))[0] for text in TEXTS]
     for config in (replace(TORCH, prefill_chunk=16), NATIVE):
         session = load_session(path, config)
