@@ -5,7 +5,7 @@ import torch
 
 from bough.errors import UsageError
 from bough.models.draft_spec import DraftSpec
-from bough.state.draft_ring import DEFAULT_CONTEXT, draft_buffers
+from bough.state.draft_ring import DEFAULT_CONTEXT, draft_buffers, restore_rings, save_rings
 
 SPEC = DraftSpec(
     source="draft",
@@ -52,6 +52,19 @@ def test_rings_are_as_long_as_a_layer_looks_back(
     assert held == 3 * (2 * sliding + full) * 2 * 2 * 16 * 2
     assert buffers.lengths.tolist() == buffers.starts.tolist() == [0, 0, 0]
     assert buffers.lengths.dtype == buffers.starts.dtype == torch.int64
+
+
+def test_a_restored_ring_is_the_saved_one() -> None:
+    """After a skipped prefix positions begin later than 0."""
+    buffers = draft_buffers(SPEC, max_ctx=80, slots=2)
+    for pool in (*buffers.keys, *buffers.values):
+        pool[0].normal_()
+    buffers.lengths[0], buffers.starts[0] = 70, 20
+    saved = save_rings(buffers, 0)
+    restore_rings(buffers, 1, saved)
+    assert buffers.lengths.tolist() == [70, 70] and buffers.starts.tolist() == [20, 20]
+    for pool in (*buffers.keys, *buffers.values):
+        assert torch.equal(pool[1, :70], pool[0, :70])
 
 
 def test_rings_share_no_memory() -> None:
