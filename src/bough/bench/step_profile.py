@@ -6,7 +6,14 @@ from dataclasses import dataclass
 # Kernels by name, of every backend, in groups; any other kernel is in the group "rest". The groups' names are
 # the keys of the JSON result.
 GROUPS = {
-    "matmul": ("matmul", "pack_rows", "_matmul_kernel", "_add_kernel", "_pack_rows_kernel"),
+    "matmul": (
+        "matmul",
+        "pack_rows",
+        "_matmul_kernel",
+        "_add_kernel",
+        "_pack_rows_kernel",
+        "_transform_kernel",
+    ),
     "delta net": (
         "tree_delta",
         "tree_conv",

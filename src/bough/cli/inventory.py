@@ -11,7 +11,6 @@ from bough.hub import catalog
 from bough.hub.cache import Cached, contents
 from bough.hub.catalog import ModelCard
 from bough.session.pairing import card_of
-from bough.text.vocabulary import vocabulary_gap
 
 DRAFT_ARCHITECTURE = "dflash"
 
@@ -49,6 +48,8 @@ class Proposer:
 
     def small_models(self, others: Sequence["Proposer"]) -> list[str]:
         """Return those that fit, at less than half this one's size, the smallest first."""
+        from bough.text.vocabulary import vocabulary_gap  # loads tokenizers
+
         small = sorted((other for other in others if 2 * other.size < self.size), key=lambda each: each.size)
         return [each.name for each in small if vocabulary_gap(self.vocabulary, each.vocabulary) is None]
 
