@@ -93,7 +93,9 @@ def test_every_setting_is_in_a_table() -> None:
     names = {field.name for field in fields(EngineConfig)}
     assert names == {*CHANGES, *KEEPS, *ELSEWHERE}
     draft = {field.name for field in fields(DraftConfig)}
-    assert draft == {*DRAFT_CHANGES, "path", "shortlist"}  # a shortlist changes what is proposed, no state
+    # Files are part of the key; a shortlist changes what is proposed, no state.
+    assert draft == {*DRAFT_CHANGES, "path", "head", "shortlist"}
+    assert DraftConfig(Path("a"), head=Path("b")).files == [Path("a"), Path("b")]
 
 
 @needs_native

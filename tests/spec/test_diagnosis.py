@@ -139,6 +139,15 @@ def test_a_draft_for_another_depth_is_refused(stranger: Path, tmp_path: Path) ->
         session_of(tmp_path / "draft")
 
 
+@pytest.mark.parametrize("adaptive", [True, False])
+def test_the_text_that_lookup_reads_is_the_answer(monkeypatch: pytest.MonkeyPatch, adaptive: bool) -> None:
+    """Also of steps that nobody plans, from the first token on."""
+    texts: list[list[int]] = []
+    monkeypatch.setattr(DraftWatch, "look_into", lambda _, tokens: texts.append(list(tokens)))
+    finished = answer(session_of(embedded_pair()[1], adaptive=adaptive), prompt=SURE)
+    assert [text[-len(finished.tokens) :] for text in texts] == [finished.tokens]
+
+
 @pytest.mark.parametrize("kind", [*KINDS, "nothing"])
 def test_a_first_contact_names_what_is_wrong_and_the_text_is_plain(
     plain: dict[float, list[int]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str

@@ -81,11 +81,14 @@ class _Text:
         self.plan = replace(self.plan, rows=rows, waited=history.waited)
         history.end_steps(rows=rows, draft=self.plan.draft)
 
+    def add_first(self, turn: Turn) -> bool:
+        """Add a text's first token, which no step brought; return whether lookup finds something now."""
+        return len(self.lookup) == turn.position and self.lookup.append([turn.anchor])
+
     def begin_turn(self, turn: Turn) -> None:
         """Begin a step that is planned: look up what needs no draft."""
         self.wake()
-        if len(self.lookup) == turn.position:
-            self.lookup.append([turn.anchor])
+        self.add_first(turn)
         self.position, self.plan = turn.position, PLAIN
         self.asked = self.report = None
         self.copied = ([], 0.0) if turn.max_rows == 1 else self._allowed(turn)
@@ -338,7 +341,7 @@ class Speculator:
 
     def _draft_alone(self, turn: Turn) -> None:
         text = self._texts[turn.slot]
-        if text.resting and turn.constraint is None:
+        if text.resting and turn.constraint is None and not text.add_first(turn):
             text.resting -= 1
             text.rested += 1
             text.plan = _RESTED
