@@ -12,6 +12,7 @@ from bough.cli.show import show
 from bough.config import EngineConfig
 from bough.memory.planner import AUTO_FORMATS, OPT_IN_FORMATS
 from bough.session.loading import load_session
+from tests.models.test_nvfp4 import scales_of, written
 from workshop.tiny import FAMILIES
 
 
@@ -186,6 +187,15 @@ def test_a_catalogue_name_without_the_hub(bough):
     assert "Cannot be run" not in bough("show", "qwen3.6-27b").stdout
     sparse = bough("show", "qwen3.6-35b-a3b", "--fit", "--vram-limit", "24g").stdout
     assert "RTX 3090: about 150 to 156 tok/s, 142 to 194 with the draft" in sparse
+
+
+def test_what_fits_is_said_of_types_whose_speed_is_not_known(bough, tiny_model, tmp_path):
+    source = tiny_model("qwen3", width=128)
+    path = written(source, tmp_path / "x.gguf", floats=False, scales=scales_of(source))
+    facts = json.loads(bough("show", path, "--fit", "--vram-limit", "23.69GiB", "--json").stdout)
+    assert facts["problems"] == [] and facts["fit"]["plan"] is not None and facts["fit"]["speeds"] == []
+    shown = bough("show", path, "--fit", "--vram-limit", "23.69GiB")
+    assert shown.exit_code == 0 and "held as F16" in shown.stdout and "predicted" not in shown.stdout
 
 
 def test_another_quantisation_cannot_be_shown_without_the_hub(bough):

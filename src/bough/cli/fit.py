@@ -6,7 +6,7 @@ from bough.cli import view
 from bough.cli.flags import with_flags
 from bough.cli.listing import read_share
 from bough.config import EngineConfig
-from bough.errors import ResourceError
+from bough.errors import ResourceError, UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -95,7 +95,10 @@ def _speeds(
         cards = [card for card, memory in MEMORY.items() if 0.9 * memory <= size <= 1.1 * memory]
     rows = []
     for card in cards:
-        speeds = {row["rows"]: row["tok_s"] for row in predict(file.path, config, card)["sizes"]}
+        try:
+            speeds = {row["rows"]: row["tok_s"] for row in predict(file.path, config, card)["sizes"]}
+        except UsageError:
+            return []  # it has types whose matmuls were not measured: what fits is said all the same
         tree = speeds[24].get(TREE_TOKENS) if config.draft else None
         rows.append({"card": card, "plain": speeds[1][1], "tree": tree})
     return rows

@@ -1,9 +1,8 @@
 """Loads a file's tensors to a device in the form that layers use."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, takewhile
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,7 +13,7 @@ from torch.nn.functional import pad
 from bough.errors import ModelFileError, UnsupportedModel
 from bough.gguf.quants import dequantise, to_q4_0
 from bough.gguf.reader import TensorInfo
-from bough.gguf.rotation import rotation_of
+from bough.gguf.rotation import KeyedTensors, rotation_of
 from bough.gguf.types import TWO_BITS, QuantType, tile_type
 from bough.kernels.embedding import embed
 from bough.kernels.experts import ExpertStack, padded
@@ -179,17 +178,8 @@ class Embedding:
         return rows if self.rotation is None else self.rotation.restored(rows)
 
 
-class TensorSource(Protocol):
+class TensorSource(KeyedTensors, Protocol):
     """A file of named tensors, as bytes: GGUF, or safetensors with GGUF's names."""
-
-    @property
-    def path(self) -> Path: ...
-
-    @property
-    def metadata(self) -> Mapping[str, Any]: ...
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]: ...
 
     def require_tensor(self, name: str, shape: tuple[int, ...] | None = None) -> TensorInfo: ...
 
