@@ -28,6 +28,8 @@ class RequestStats:
     generated_tokens: int = 0
     reasoning_tokens: int = 0  # of the generated ones
     reasoning_loops: int = 0  # reasoning that was ended because it repeated itself
+    answer_loops: int = 0  # an answer that was
+    avoided_sentences: int = 0  # of a chat's answers, that would have stood there too often
     steps: int = 0
     step_tokens: int = 0  # committed by steps; the first token comes from prefill and is not among them
     plain_steps: int = 0  # with a tree that was only its root
@@ -168,6 +170,8 @@ class RequestStats:
             "generated_tokens": self.generated_tokens,
             "reasoning_tokens": self.reasoning_tokens,
             "reasoning_loops": self.reasoning_loops,
+            "answer_loops": self.answer_loops,
+            "avoided_sentences": self.avoided_sentences,
             "steps": self.steps,
             "plain_steps": self.plain_steps,
             "acceptance_length": self.acceptance_length,

@@ -24,8 +24,15 @@ class LoopFinder:
 
     @property
     def found(self) -> bool:
-        periods = np.flatnonzero(self._matches >= _NEEDED) + 1
-        return any(self._matches[period - 1] >= self._needed(int(period)) for period in periods)
+        return bool(self.period)
+
+    @property
+    def period(self) -> list[int]:
+        """Return the tokens that repeat themselves, none unless a loop is found."""
+        for length in map(int, np.flatnonzero(self._matches >= _NEEDED) + 1):
+            if self._matches[length - 1] >= self._needed(length):
+                return self._tokens[self._count - length : self._count].tolist()
+        return []
 
     def advance(self, token: int) -> None:
         self._before.append(self._matches)
