@@ -21,7 +21,7 @@ from workshop.llama_library import LlamaCpp
 from workshop.report import Report
 
 
-@case()
+@case(device="cpu")
 def main(
     report: Report,
     model: Path,
