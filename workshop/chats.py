@@ -120,6 +120,7 @@ def main(
     *,
     model: Path,
     questions: Sequence[str] = ("plain", "leading"),
+    first: int = 0,
     chats: int = 10,
     regenerate: int = 20,
     again: Sequence[str] = ("Tell me a joke in one sentence.", "Write a very long story about a dragon."),
@@ -137,7 +138,7 @@ def main(
             **report.head("settings"),
         )
         for kind in questions:
-            for number, messages in enumerate(QUESTIONS[kind][:chats]):
+            for number, messages in list(enumerate(QUESTIONS[kind]))[first : first + chats]:
                 line = one_chat(llm, messages, seed + 100 * number, sampling, n_gen)
                 passed = line["in_a_chat"] <= MOST and line["run"] < 4
                 report.check(f"chat {number}, {kind} questions", passed, **line)

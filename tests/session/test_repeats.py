@@ -100,6 +100,17 @@ def test_an_answer_ends_with_its_third_period(words: int) -> None:
     assert written(asked, period * 5)[0] == period * 5
 
 
+@pytest.mark.parametrize("most", [3, 0])
+def test_an_answer_that_counts_on_and_on_ends_with_a_small_model(most: int) -> None:
+    years = range(1000, 1099)
+    lines = [f"- Louis {at}: A French politician who led France from {at} to {at + 1}.\n" for at in years]
+    start, whole = written(chat(), "".join(lines), most=most)
+    assert whole.spec.repeats is not None and whole.spec.repeats.ended is bool(most)
+    ids = tokenizer().encode(start)
+    period = len(tokenizer().encode(lines[1]))
+    assert (1024 <= len(ids) <= 1024 + 2 * period) if most else start == "".join(lines)
+
+
 def test_idle_means_that_no_row_has_a_mask_and_none_ends_the_answer() -> None:
     text = (SAID + " It does so by looking at each letter, one after the other.\n") * 5
     ids, rows = tokenizer().encode(text), 24

@@ -14,6 +14,8 @@ from bough.text.tokenizer import Tokenizer
 
 # Tokens from a sentence's end to where it counts. No tree is deeper: what it must not hold is known before.
 _LATER = 64
+_COUNTED = 1024  # tokens that repeat but for their numbers, as where a small model counts years without end
+_DIGIT, _NUMBER = re.compile(rb"\d"), -1
 _STARTS = 64  # of a period, where others may have begun it
 _MARKS = b" \t\n.,:;!?\"'*_-"  # around a sentence
 
@@ -31,13 +33,13 @@ class Written:
 class Repeats:
     """An answer ends with the third period in a row; no sentence stands in a chat more than `most` times.
 
-    One that does is not written beyond its half. What others than the assistant have written may be repeated.
+    A sentence that does is not written beyond its half. What others than the assistant have written may be repeated.
     """
 
     def __init__(self, tokenizer: Tokenizer, messages: Messages, most: int, *, begun: bool):
         """most: 0 is any number. begun: the last message is the beginning of the answer."""
         self._tokenizer, self._most = tokenizer, most
-        self._loops = LoopFinder()
+        self._loops, self._counting = LoopFinder(), LoopFinder(_COUNTED)
         self._distance: float = self._loops.distance  # tokens to a loop, at least
         self._counts: Counter[bytes] = Counter()
         self._full: dict[bytes, int] = {}  # sentences that stand `most` times, and from which token on
@@ -92,6 +94,12 @@ class Repeats:
         if self._distance <= 0 and (period := self._loops.period):
             self.ended = not self._quoted(period)
             self._distance = math.inf
+        elif self._most:
+            piece = self._tokenizer.token_bytes(token)
+            self._counting.advance(_NUMBER if _DIGIT.search(piece) else token)
+            self._counting.commit()
+            self._distance = min(self._distance, self._counting.distance)
+            self.ended = self._counting.found
         return self.ended
 
     def _count(self, sentences: Sequence[bytes], since: int) -> None:
