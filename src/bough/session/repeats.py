@@ -33,7 +33,7 @@ class Written:
 class Repeats:
     """An answer ends with the third period in a row; no sentence stands in a chat more than `most` times.
 
-    A sentence that does is not written beyond its half. What others than the assistant have written may be repeated.
+    It is not written beyond its half. What others than the assistant have written may be repeated.
     """
 
     def __init__(self, tokenizer: Tokenizer, messages: Messages, most: int, *, begun: bool):
