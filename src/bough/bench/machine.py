@@ -17,7 +17,6 @@ SMALLEST, LARGEST = 64 << 20, 2 << 30  # bytes of the bandwidth test's buffer
 
 
 def head(settings: dict[str, Any], command: str) -> dict[str, Any]:
-    """Return a run's header for any endpoint."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command,

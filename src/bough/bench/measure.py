@@ -22,14 +22,11 @@ RUN, TIMES = 12, 3  # an output loops once an n-gram of RUN tokens occurs TIMES 
 
 @dataclass(frozen=True, slots=True)
 class BenchSettings:
-    """Settings shared by all prompts of a run."""
-
     n_gen: int | None = None  # most tokens of an answer; None: SPEED, or SCORED where there is a score
     seed: int = 0
     thinking: bool | None = None
 
     def limit(self, prompt: SuitePrompt) -> int:
-        """Return the most tokens of a prompt's answer."""
         return self.n_gen or (SPEED if prompt.score is None else SCORED)
 
 

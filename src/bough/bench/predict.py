@@ -97,8 +97,6 @@ FAST_MMA, SLOW_MMA = 1311, 256  # multiply-adds a clock and SM: an H200's mma.sy
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Milliseconds."""
-
     low: float
     high: float
 
@@ -140,7 +138,6 @@ class StepModel:
         self._slow = min(1.0, max(0.0, cost))
 
     def parts(self, reads: Reads, rows: int) -> dict[str, Range]:
-        """Return the parts of a forward pass."""
         spec, times = reads.spec, self._times
         count, width = len(spec.layers), spec.width / 5120
         chosen = reads.experts(rows)
@@ -168,7 +165,6 @@ class StepModel:
         return self._short(self._times.draft) + self._weights(reads.draft + reads.head, DRAFT_ROWS)
 
     def bound(self, rows: int) -> str:
-        """Return what limits the matmuls."""
         return "memory" if self._kernel_rate(rows) >= self._read else "the kernel"
 
     def _matmuls(self, count: int, moved: int, rows: int, width: float) -> Range:
@@ -247,7 +243,6 @@ def _size(model: StepModel, reads: Reads, rows: int, draft: Range) -> dict[str, 
 
 
 def lines(result: dict[str, Any]) -> list[list[str]]:
-    """Return the prediction as a table, its header first."""
     table = [["rows", "forward ms", "of it matmuls", "bound by", *(f"tok/s at {n}" for n in (1, *LENGTHS))]]
     for row in result["sizes"]:
         speeds = (row["tok_s"].get(length) for length in (1, *LENGTHS))

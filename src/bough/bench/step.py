@@ -118,7 +118,6 @@ def read_bandwidth(device: torch.device) -> float:
 
 
 def lines(result: dict[str, Any]) -> list[list[str]]:
-    """Return the result as a table, its header first."""
     columns = ("draft_ms", "verify_ms", "walk_ms", "gap_ms", "step_ms")
     names = ["rows", "draft + tree", "verify", "sample + accept + commit", "gap", "step ms"]
     table = [[*names, "GB read", "of read speed"]]

@@ -4,7 +4,7 @@ import json
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,11 +28,11 @@ from bough.cli.options import (
     Only,
     Quiet,
     SpeculationOptions,
+    argument,
     check_remote,
     grouped,
     panel,
 )
-from bough.cli.speculation import Chosen
 from bough.config import EngineConfig, environment
 from bough.errors import UsageError
 from bough.hub.catalog import named
@@ -46,13 +46,7 @@ BUILTIN = "builtin"
 SUITES = ("humaneval", "gsm8k", "math500", "mbpp", "mtbench", BUILTIN, "agent", "sweep")
 _measured, _output, _server = panel("What is measured"), panel("Output"), panel("Server")
 
-Suites = Annotated[
-    str,
-    typer.Argument(
-        metavar="SUITES",
-        help="Of humaneval, gsm8k, math500, mbpp, mtbench, builtin, agent, sweep, with commas between.",
-    ),
-]
+_SUITES = "Of humaneval, gsm8k, math500, mbpp, mtbench, builtin, agent, sweep, with commas between."
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +121,7 @@ def _is_model(name: str) -> bool:
 @grouped
 def bench(
     *,
-    suites: Suites = BUILTIN,
+    suites: str = argument(_SUITES, "SUITES", default=BUILTIN),
     model: Model = None,
     measured: MeasureOptions,
     speculating: Annotated[SpeculationOptions, Only(("draft", "no_draft"))],
@@ -169,30 +163,13 @@ def bench(
         key = remote.api_key or environment().api_key
         measure_server(run, loaded, grid, remote.url, key=key, model=model)
     else:
-        target, config = _local(model, speculating, config, grid, offline=engine.offline, screen=screen)
-        measure_local(run, loaded, grid, target, config, screen)
+        speculation.check(speculating)
+        choice = choose(model, speculating, engine, cache, screen, costs=False)
+        measure_local(run, loaded, grid, choice, screen)
     if run.found:
         _report(run, output, before, screen)
     if run.cancelled():
         raise typer.Exit(INTERRUPTED)
-
-
-def _local(
-    model: str | None,
-    options: SpeculationOptions,
-    config: EngineConfig,
-    grid: Grid,
-    *,
-    offline: bool,
-    screen: view.Screen,
-) -> tuple[Chosen, EngineConfig]:
-    """Return the model and the engine's settings. Each run measures its own step costs."""
-    speculation.check(options)
-    target, proposing = choose(model, options, offline=offline, screen=screen)
-    spec = proposing.config
-    if spec is not None and grid.budgets:
-        spec = replace(spec, budget=max(grid.budgets))
-    return target, replace(config, speculation=spec, draft=proposing.draft)
 
 
 def _prompts(suites: Sequence[str], options: MeasureOptions, grid: Grid, *, offline: bool) -> dict[str, Any]:

@@ -11,10 +11,9 @@ from rich.progress import BarColumn, MofNCompleteColumn
 
 from bough.cli import view
 from bough.cli.interrupt import Interrupt
+from bough.cli.loading import Choice
 from bough.cli.loading import load as load_session
-from bough.cli.speculation import Chosen
 from bough.cli.values import size
-from bough.config import EngineConfig
 from bough.errors import UsageError
 
 if TYPE_CHECKING:
@@ -66,7 +65,6 @@ class Grid:
         return cls(heats, budgets, contexts)
 
     def trees(self, suite: str, recommended: int) -> list[int]:
-        """Return the budgets of a suite's trees."""
         return self.budgets or (list(SWEEP_BUDGETS) if suite == SWEEP else [recommended])
 
     def variants(self, suite: str, trees: Sequence[int | None], *, plain: bool) -> Variants:
@@ -168,7 +166,6 @@ def measure_server(
     key: str | None,
     model: str | None,
 ) -> None:
-    """Measure the suites on an OpenAI-compatible server."""
     from bough.bench.remote import RemoteEndpoint
     from bough.session.remote import RemoteSession
 
@@ -181,7 +178,6 @@ def measure_server(
 
 
 def _speed(run: BenchRun, session: "Session", screen: view.Screen) -> dict[str, Any]:
-    """Return the prompt and decode speed of the model alone."""
     from bough.bench import speed
 
     with screen.waiting("Measuring prompt and decode speed"), run.interruptible():
@@ -206,8 +202,7 @@ def measure_local(
     run: BenchRun,
     loaded: "Mapping[str, Sequence[SuitePrompt]]",
     grid: Grid,
-    target: Chosen,
-    config: EngineConfig,
+    choice: Choice,
     screen: view.Screen,
 ) -> None:
     """Measure the suites with a model that is loaded here; the sweep has a session of its own."""
@@ -215,6 +210,7 @@ def measure_local(
     from bough.bench.measure import LocalEndpoint
     from bough.prefix_cache.files import identity
 
+    target, config = choice.target, choice.engine
     run.head["settings"] |= {
         "model": target.card.name if target.card else target.path.stem,
         "draft": config.draft.path.name if config.draft else None,

@@ -14,7 +14,7 @@ from bough.cli import report, speculation, view
 from bough.cli.chat.command import converse, local_models
 from bough.cli.command import INTERRUPTED
 from bough.cli.interrupt import Interrupt, held
-from bough.cli.loading import choose, engine_config, load, with_scorer
+from bough.cli.loading import Choice, choose, load
 from bough.cli.options import (
     COMPRESS,
     HARDWARE,
@@ -29,11 +29,12 @@ from bough.cli.options import (
     SpeculationOptions,
     System,
     Think,
+    argument,
     grouped,
     panel,
 )
 from bough.cli.sampling import SamplingOptions
-from bough.cli.speculation import Chosen, Speculation
+from bough.cli.speculation import Speculation
 from bough.errors import UsageError
 from bough.images.opening import ImageFile, ImageLimits, image_size, is_image
 from bough.session.collected import GeneratedOutput
@@ -56,10 +57,7 @@ class Files:
 
 @dataclass(frozen=True)
 class PromptOptions:
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="PROMPT", help="The same as --prompt.", show_default=False),
-    ] = None
+    words: list[str] | None = argument("The same as --prompt.", "PROMPT", show_default=False)
     prompt: str | None = _prompt(
         "What to answer. Standard input, unless it is a terminal, is added to it: "
         "in a loop that reads a file, write `</dev/null` after the command.",
@@ -75,7 +73,6 @@ class PromptOptions:
     think: Think = None
 
     def check(self) -> None:
-        """Refuse options that contradict each other."""
         if self.raw and (self.system is not None or self.think is not None):
             flag = "--system" if self.system is not None else "--think and --no-think"
             raise UsageError(
@@ -88,7 +85,6 @@ class PromptOptions:
 
     @cached_property
     def files(self) -> "Files":
-        """Return what --file names."""
         contents = [_content(path) for path in self.file or ()]
         return Files(
             [each for each in contents if isinstance(each, str)],
@@ -131,7 +127,6 @@ class OutputOptions:
     quiet: Quiet = False
 
     def check(self, engine: EngineOptions) -> None:
-        """Refuse options that contradict each other."""
         if self.logprobs is not None and not self.as_json:
             raise UsageError("--logprobs needs --json, which shows them")
         if self.show_kept and engine.compress == "off":
@@ -173,16 +168,15 @@ def run(
     model, prompt = prompt.apart_from(model)
     text = _read_prompt(prompt, screen)
     if text is None and _on_terminal() and output == OutputOptions(quiet=output.quiet) and not prompt.raw:
-        config = with_scorer(engine.config(cache), engine, screen)
-        loader = local_models(speculating, config, think=prompt.think, offline=engine.offline, screen=screen)
+        loader = local_models(speculating, engine, cache, think=prompt.think, screen=screen)
         return converse(loader, model, *_beginning(prompt, sampling), screen=screen, quiet=output.quiet)
     if text is None:
         raise UsageError("there is no prompt", f"bough run MODEL TEXT; {CHAT_HINT}")
-    target, proposing = choose(model, speculating, think=prompt.think, offline=engine.offline, screen=screen)
-    _check_sampling(sampling, screen)
     engine = replace(engine, prefix_cache=None if engine.prefix_cache_dir else 0)
-    settings = engine_config(engine.config(cache), proposing)
-    session = load(target.path, with_scorer(settings, engine, screen), screen)
+    choice = choose(model, speculating, engine, cache, screen, think=prompt.think)
+    proposing = choice.proposing
+    _check_sampling(sampling, screen)
+    session = load(choice.target.path, choice.engine, screen)
     if session.template.is_fallback and not prompt.raw:
         screen.note("There is no chat template in the file: plain ChatML is used. --raw leaves it out.")
     interrupt = Interrupt()
@@ -196,7 +190,7 @@ def run(
         answer = _generate(session, request, screen, shown=not output.as_json)
     finished = answer.finished
     if output.as_json:
-        _print_json(answer, session, target, proposing)
+        _print_json(answer, session, choice)
     else:
         line = report.line(
             finished,
@@ -257,7 +251,6 @@ def _read_prompt(options: PromptOptions, screen: view.Screen) -> str | None:
 
 
 def _piped(screen: view.Screen) -> str:
-    """Return what there is on standard input, unless it is a terminal."""
     if sys.stdin is None or sys.stdin.closed or sys.stdin.isatty():
         return ""
     with screen.waiting("Reading standard input"):
@@ -338,10 +331,11 @@ def _generate(
     return output
 
 
-def _print_json(answer: GeneratedOutput, session: "Session", target: Chosen, proposing: Speculation) -> None:
+def _print_json(answer: GeneratedOutput, session: "Session", choice: Choice) -> None:
     from bough.memory.planner import format_names
 
-    paths = {"model": target.path, "draft": proposing.draft.path if proposing.draft else None}
+    draft = choice.proposing.draft
+    paths = {"model": choice.target.path, "draft": None if draft is None else draft.path}
     formats = format_names(session.plan.kv)
     texts = {"text": answer.text, "reasoning": answer.reasoning}
     view.print_json(report.result(texts, answer.finished, paths, session.tokenizer, kv=formats))

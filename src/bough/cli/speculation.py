@@ -27,8 +27,6 @@ NO_DRAFT = (
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A model about to be loaded."""
-
     path: Path
     card: ModelCard | None
     fetched: bool = False  # just now, so that its draft is wanted too
@@ -44,7 +42,6 @@ class Speculation:
 
 
 def check(options: SpeculationOptions) -> None:
-    """Refuse options that contradict each other, before any work."""
     if options.draft is not None and not options.draft.strip():
         raise UsageError("the name of the draft is empty", "--draft PATH|REPO, or --no-draft")
     if options.no_draft and options.draft not in (None, NONE):
@@ -58,7 +55,6 @@ def check(options: SpeculationOptions) -> None:
 
 
 def check_remote(options: SpeculationOptions) -> None:
-    """Refuse any of the options together with --url, which loads no draft here."""
     if options != SpeculationOptions():
         raise UsageError("--url and flags of the draft exclude each other: the server has its own")
 
@@ -143,7 +139,6 @@ def _is_plain(options: SpeculationOptions) -> bool:
 
 
 def _draft_flags(options: SpeculationOptions) -> list[str]:
-    """Return the given flags that need a draft."""
     given = {
         "--draft-quant": options.draft_quant is not DraftQuant.auto,
         "--draft-head": options.draft_head is not None,

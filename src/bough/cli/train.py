@@ -5,10 +5,10 @@ import shlex
 import signal
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.progress import BarColumn, TimeRemainingColumn
@@ -17,7 +17,7 @@ from bough.cli import view
 from bough.cli.command import INTERRUPTED
 from bough.cli.interrupt import Interrupt, held
 from bough.cli.loading import show_warnings
-from bough.cli.options import MODEL_HELP, grouped, panel, shared
+from bough.cli.options import MODEL_HELP, argument, grouped, option, panel, shared
 from bough.cli.speculation import downloading
 from bough.cli.values import device as device_name
 from bough.config import environment
@@ -106,13 +106,13 @@ class TrainingOptions:
 @grouped
 def train(
     *,
-    target: Annotated[str, typer.Argument(metavar="TARGET", help=f"{MODEL_HELP}, or a Hugging Face folder.")],
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="Where the draft goes.")],
+    target: str = argument(f"{MODEL_HELP}, or a Hugging Face folder.", "TARGET", default=MISSING),
+    output: Path = option("Where the draft goes.", "--output -o FOLDER", default=MISSING),
     text: TextOptions,
     draft: DraftOptions,
     training: TrainingOptions,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for errors too.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no notices.")] = False,
+    as_json: bool = option("Print one JSON object, for errors too.", "--json", default=False),
+    quiet: bool = option("No progress and no notices.", "--quiet -q", default=False),
 ) -> None:
     """Train a draft for a target.
 
@@ -198,8 +198,6 @@ def _target(name: str, output: Path, *, offline: bool, screen: view.Screen) -> P
 
 
 class _Progress:
-    """Shows a bar for each phase of the run, and a line for each evaluation."""
-
     def __init__(self, screen: view.Screen, *, quiet: bool):
         self._screen = screen
         self._on_terminal = not quiet and sys.stderr.isatty()
@@ -294,7 +292,6 @@ def _report(result: "TrainingResult", target: Path, *, as_json: bool) -> None:
 
 
 def _example(result: "TrainingResult", target: Path) -> str:
-    """Return a command that runs as it is."""
     from bough.train.mtp_export import MTP_TARGET
 
     block_file = result.folder / MTP_TARGET

@@ -31,7 +31,6 @@ class Cluster:
         self._name = NAME if address is None else f"{NAME}-{socket.gethostname()}-{settings.server.port}"
 
     def deploy(self) -> DeploymentHandle:
-        """Start the replicas; they may still be loading."""
         quiet = {"logging_level": logging.ERROR, "configure_logging": False}
         for name in ("ray", "ray.serve"):
             logging.getLogger(name).setLevel(logging.ERROR)

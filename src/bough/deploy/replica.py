@@ -44,8 +44,6 @@ class ReplicaFacts:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReport:
-    """The state of one replica."""
-
     replica: str
     pid: int
     parallel: int

@@ -161,7 +161,6 @@ class ReplicaWorker:
         return {**self.about.facts, "prefix_cache": together, "replicas": len(self.reports)}
 
     async def refresh(self) -> None:
-        """Ask every replica for its state."""
         if self._handle is None or self._reader is None:
             return
         reports: list[Any] = []

@@ -48,7 +48,6 @@ def pick_device(name: str) -> torch.device:
 
 
 def has_driver() -> bool:
-    """Return whether an NVIDIA driver is installed."""
     return any(Path(path).exists() for path in _DRIVERS)
 
 
@@ -64,7 +63,6 @@ def unused_gpu() -> str | None:
 
 
 def cuda_torch() -> str:
-    """Return how to install what a GPU needs."""
     return CUDA_TORCH + (", then pip install triton-windows" if platform.system() == "Windows" else "")
 
 

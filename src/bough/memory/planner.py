@@ -131,7 +131,6 @@ class MemoryPlan:
         return kv_bytes_per_token(self.estimate.spec, self.kv)
 
     def notes(self) -> list[str]:
-        """Return warnings for the user."""
         notes = []
         if widened := self.estimate.widened:
             held = [f"{name} (held as {tile_type(QuantType[name]).name})" for name in widened]
@@ -216,7 +215,6 @@ class MemoryPlanner:
 
     @property
     def context(self) -> int:
-        """Return the requested context, or the default."""
         return self.config.max_ctx or min(self.spec.context_length, DEFAULT_CTX[self.device.type])
 
     def plan(self) -> MemoryPlan:
@@ -294,14 +292,12 @@ class MemoryPlanner:
         ]
 
     def _total(self, formats: KVFormats, context: int, options: _LoadOptions) -> int:
-        """Return the bytes in use."""
         libraries = CUDA_LIBRARIES if self._on_gpu else 0
         model = self.estimate.without_kv(host_embedding=options.host_embedding)
         workspace = self.estimate.prefill[options.chunk]
         return self.budget.in_use + libraries + model + workspace + self.estimate.kv_bytes(formats, context)
 
     def _limit(self, formats: KVFormats) -> int:
-        """Return the bytes that may be in use with these formats."""
         choosing = len(self.candidates) > 1 and not any(format.quantised for format in formats)
         limit = self.budget.limit
         return int((1 - _SPARE) * limit) if choosing or not self._on_gpu else limit

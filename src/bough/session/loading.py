@@ -391,7 +391,6 @@ def _drafter(
 def _headed(
     config: DraftConfig, file: GGUFFile, target: Target, plan: MemoryPlan, draft: DFlashModel
 ) -> DraftModel:
-    """Return the draft with the Weaver head that is named, if one is."""
     if config.head is None:
         return draft
     kind = target.device.type

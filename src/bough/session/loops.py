@@ -45,7 +45,6 @@ class LoopFinder:
         self._count -= 1
 
     def commit(self) -> None:
-        """Keep the tokens for good."""
         self._before.clear()
 
     def _needed(self, period: int) -> int:

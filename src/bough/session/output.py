@@ -60,7 +60,6 @@ class OutputStream:
         return self._stops.hit is not None or (self._lines is not None and self._lines.hit)
 
     def _rest(self) -> str:
-        """Return the text that was held back."""
         rest = self._stops.flush()
         return rest if self._lines is None else self._lines.push(rest) + self._lines.flush()
 

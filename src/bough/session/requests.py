@@ -112,7 +112,6 @@ class TextRequest:
 
     @property
     def constrained(self) -> bool:
-        """Return whether a grammar may have to be compiled for it."""
         if self.grammar is not None or self.allowed_tools is not None:
             return True
         functions = [tool.get("function", tool) for tool in self.tools or () if isinstance(tool, Mapping)]

@@ -104,12 +104,10 @@ class Session(RequestReader):
 
     @property
     def idle(self) -> bool:
-        """Return whether `step` has nothing to do."""
         return self.engine.idle and not self._undelivered and not self._vectors
 
     @property
     def amid_chunk(self) -> bool:
-        """Return whether a part of a prompt is being processed between steps."""
         return self.engine.amid_chunk
 
     def use_idle_time(self) -> bool:

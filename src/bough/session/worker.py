@@ -146,8 +146,6 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    """A request that was handed to the session."""
-
     job: Job
     index: int
     started: float
@@ -246,7 +244,6 @@ class EngineWorker:
 
     @property
     def session(self) -> Session:
-        """Return the session; raise Unavailable unless it is ready."""
         if self._session is not None and self.state is State.ready:
             return self._session
         if self.state is State.failed:
@@ -259,22 +256,18 @@ class EngineWorker:
 
     @property
     def waiting(self) -> int:
-        """Jobs in the queue, and requests that wait for memory."""
         return len(self._waiting) + len(self._prefills) + max(0, len(self._running) - self.running)
 
     @property
     def running(self) -> int:
-        """Requests that are being processed."""
         session, begun = self._session, len(self._running)
         return min(begun, session.running) if session is not None else 0
 
     @property
     def busy(self) -> bool:
-        """Return whether a job has not ended; asked in the loop that submits them."""
         return any(not job.ended for job in self._submitted)
 
     def check_room(self, *, prefill_only: bool = False) -> None:
-        """Raise Unavailable unless a job could be queued."""
         _ = self.session
         if self._refuses:
             raise stopping()
@@ -290,7 +283,6 @@ class EngineWorker:
             )
 
     def submit(self, *requests: TextRequest, label: str = "") -> Job:
-        """Queue the requests as one job; call this in the loop that reads its events."""
         with self._changed:
             job = Job(requests, label, self._drop)
             self.check_room(prefill_only=job.prefill_only)

@@ -150,7 +150,6 @@ class OutputParser:
         return bool(text) and not self.calls_begun and not begins
 
     def _call(self, final: bool) -> bool:
-        """Parse the opening tag of a possible call."""
         held = self._held.lstrip()
         text = held.removeprefix(tags.OPEN).lstrip()
         if text.startswith("{"):
@@ -172,7 +171,6 @@ class OutputParser:
         return True
 
     def _parameters(self, final: bool) -> bool:
-        """Parse what lies between the arguments of a call."""
         text = self._held.lstrip()
         key, mark, rest = text.removeprefix(tags.PARAMETER).partition(">")
         if text.startswith(tags.PARAMETER) and "\n" not in key and len(key) <= _MAX_NAME:

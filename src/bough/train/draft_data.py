@@ -277,7 +277,6 @@ class TokenData:
 
     @classmethod
     def load(cls, path: Path, *, vocabulary: int, length: int) -> "TokenData":
-        """Load a folder's shards, or one file; texts are cut to `length` and need an output within it."""
         files = shard_files(path) if path.is_dir() else [path]
         if not files or not files[0].exists():
             raise UsageError(f"{path} holds no tokens-*.npz", "set `prompts` to generate them")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Union
 from bough.cli import report
 from bough.cli.chat.conversation import OPTIONS, ChatSettings
 from bough.cli.loading import summary
+from bough.cli.speculation import Speculation
 from bough.errors import UsageError
 from bough.session.events import Finished, Progress, Reasoning, Text
 
@@ -29,16 +30,13 @@ Event = Progress | Reasoning | Text | ReplyEnd
 class LocalBackend:
     breakable = False  # whether a reply may be abandoned at any moment, without a request to stop
 
-    def __init__(self, session: "Session", *, name: str, speculating: bool, drafted: bool):
-        """Answer with a loaded session. speculating: the engine proposes tokens; drafted: it has a draft."""
-        self.name = name
-        self._session = session
-        self._speculating = speculating
-        self._drafted = drafted
+    def __init__(self, session: "Session", proposing: Speculation, *, name: str):
+        self.name, self._session, self._proposing = name, session, proposing
+        self._speculating = proposing.config is not None
 
     @property
     def about(self) -> str:
-        return summary(self._session, drafted=self._drafted, speculating=self._speculating)
+        return summary(self._session, self._proposing)
 
     @property
     def sees(self) -> bool:

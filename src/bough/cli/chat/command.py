@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bough.cli import speculation, view
-from bough.cli.completion import model_names
-from bough.cli.loading import choose, engine_config, with_scorer
+from bough.cli.loading import Choice, choose
 from bough.cli.loading import load as load_session
 from bough.cli.options import (
     MODEL_HELP,
     EngineOptions,
     KVCacheOptions,
+    ModelName,
     Only,
     Quiet,
     SpeculationOptions,
@@ -26,8 +26,7 @@ from bough.cli.options import (
     panel,
 )
 from bough.cli.sampling import FILTERS_AND_PENALTIES, SamplingOptions
-from bough.cli.speculation import Chosen, Speculation
-from bough.config import EngineConfig, environment
+from bough.config import environment
 from bough.errors import UsageError
 
 if TYPE_CHECKING:
@@ -38,11 +37,7 @@ _server, _prompt, _sampling = panel("Server"), panel("Prompt"), panel("Sampling"
 
 ChatModel = Annotated[
     str | None,
-    typer.Argument(
-        metavar="MODEL",
-        help=f"{MODEL_HELP}; else BOUGH_MODEL. With --url: the name of a model on the server.",
-        autocompletion=model_names,
-    ),
+    ModelName(help=f"{MODEL_HELP}; else BOUGH_MODEL. With --url: the name of a model on the server."),
 ]
 
 
@@ -94,17 +89,14 @@ def chat(
     speculation.check(speculating)
     sampling.check(screen, system=beginning.system)
     conversation, settings = _begin(beginning, sampling)
-    config = engine.config(cache)
+    engine.config(cache)  # refuses what contradicts itself, before anything is fetched
     models: ModelSource
     if remote.url is not None:
         check_remote(engine, cache)
         speculation.check_remote(speculating)
         models = remote_models(remote.url, remote.api_key or environment().api_key, screen)
     else:
-        config = with_scorer(config, engine, screen)
-        models = local_models(
-            speculating, config, think=beginning.think, offline=engine.offline, screen=screen
-        )
+        models = local_models(speculating, engine, cache, think=beginning.think, screen=screen)
     converse(models, model or None, conversation, settings, screen=screen, quiet=quiet, path=beginning.load)
 
 
@@ -151,8 +143,6 @@ def _begin(options: ConversationOptions, sampling: SamplingOptions) -> "tuple[Co
 
 
 def remote_models(url: str, key: str | None, screen: view.Screen) -> "ModelSource":
-    """Return the models of a server."""
-
     def connect(name: str | None) -> "Backend":
         from bough.cli.chat.remote import RemoteBackend
         from bough.session.remote import RemoteSession
@@ -165,28 +155,24 @@ def remote_models(url: str, key: str | None, screen: view.Screen) -> "ModelSourc
 
 def local_models(
     options: SpeculationOptions,
-    config: EngineConfig,
+    engine: EngineOptions,
+    cache: KVCacheOptions,
     *,
     think: bool | None,
-    offline: bool,
     screen: view.Screen,
 ) -> "ModelSource":
     """Return models that are loaded here, all with the same options; one that is not here is fetched."""
 
     def find(name: str | None) -> "Callable[[], Backend]":
-        return partial(load, *choose(name, options, think=think, offline=offline, screen=screen))
+        return partial(load, choose(name, options, engine, cache, screen, think=think))
 
-    def load(target: Chosen, proposing: Speculation) -> "Backend":
+    def load(choice: Choice) -> "Backend":
         from bough.cli.chat.backend import LocalBackend
 
-        session = load_session(target.path, engine_config(config, proposing), screen)
-        if proposing.note:
-            screen.note(proposing.note)
-        return LocalBackend(
-            session,
-            name=target.card.title if target.card else target.path.stem,
-            speculating=proposing.config is not None,
-            drafted=proposing.draft is not None,
-        )
+        session = load_session(choice.target.path, choice.engine, screen)
+        if choice.proposing.note:
+            screen.note(choice.proposing.note)
+        card = choice.target.card
+        return LocalBackend(session, choice.proposing, name=card.title if card else choice.target.path.stem)
 
     return find

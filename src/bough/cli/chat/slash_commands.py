@@ -299,7 +299,6 @@ def _path(text: str) -> Path:
 
 
 def _unused_path() -> Path:
-    """Return the name of a file for today that does not exist."""
     names = (f"chat-{date.today()}{f'-{number}' if number else ''}.json" for number in count())
     return next(path for path in map(Path, names) if not path.exists())
 
