@@ -192,7 +192,7 @@ def card_named(name: str) -> str:
     cards = [card for card in CARDS if plain and _plain(card).endswith(plain)]
     cards = [card for card in cards if _plain(card) == plain] or cards
     if len(cards) != 1:
-        raise UsageError(f"`predict` is {name!r}, needed: one of {', '.join(CARDS)}", param="predict")
+        raise UsageError(f"`predict` is {name!r}, needed: one of {', '.join(CARDS)}")
     return cards[0]
 
 

@@ -41,7 +41,6 @@ class Cluster:
                 raise UsageError(
                     f"`ray_address` is {self._address}: {str(error).splitlines()[0]}",
                     "`ray status` shows whether Ray runs there",
-                    param="ray_address",
                 ) from error
         else:
             needed = 0 if self._settings.gpu else self._settings.replicas.most * self._threads

@@ -139,7 +139,6 @@ def memory_budget(device: torch.device, limit: int | None = None) -> MemoryBudge
             raise UsageError(
                 f"`vram_limit` is for a GPU, the device is {device}",
                 "leave it out; bough show with `fit` plans for a GPU of any size",
-                param="vram_limit",
             )
         return MemoryBudget(available_memory(device), 0)
     gc.collect()  # an engine that was loaded before does not count

@@ -185,9 +185,7 @@ def _check_speculation(config: EngineConfig) -> None:
     if speculation is None:
         return
     if not 1 <= speculation.budget < MAX_ROWS:
-        raise UsageError(
-            f"`budget` is {speculation.budget}, needed 1 to {MAX_ROWS - 1} nodes", param="budget"
-        )
+        raise UsageError(f"`budget` is {speculation.budget}, needed 1 to {MAX_ROWS - 1} nodes")
     if speculation.mtp == "on" and config.draft is not None and config.draft.head is not None:
         raise UsageError(
             "a Weaver head and the MTP block are to propose together: their paths are more than a tree takes",
@@ -198,7 +196,6 @@ def _check_speculation(config: EngineConfig) -> None:
         raise UsageError(
             "`chain` is set, and a draft and the MTP block are to propose: a chain has one proposer",
             "name one of them as `draft`",
-            param="chain",
         )
     if config.draft is not None and is_small_model(config.draft.path):
         _check_small_model(config.draft, speculation)
@@ -210,19 +207,16 @@ def _check_small_model(draft: DraftConfig, speculation: SpecConfig) -> None:
             f"`draft` is {draft.path.name}, a model, and the MTP block is to propose beside it: each depth of"
             " the tree costs a forward pass of the model, which the block does not make cheaper",
             "name one of them as `draft`; a draft made for the target is faster than both",
-            param="draft",
         )
     if draft.head is not None:
         raise UsageError(
             f"`draft` is {draft.path.name}, a model, and {draft.head.name} is a head over a draft",
             "leave the head away",
-            param="draft",
         )
     if draft.quant != "auto":
         raise UsageError(
             f"`draft_quant` is {draft.quant}, but {draft.path.name} is a model: it stays as it is",
             "leave it auto, or take a file of other types",
-            param="draft_quant",
         )
 
 
@@ -231,9 +225,7 @@ def _check_prefill(config: EngineConfig, device: torch.device) -> None:
         return
     if device.type == "cpu":
         raise UsageError(
-            "`prefill` is int8, which a GPU computes, but the model runs on a CPU",
-            "leave it exact",
-            param="prefill",
+            "`prefill` is int8, which a GPU computes, but the model runs on a CPU", "leave it exact"
         )
     capability = capability_of(device) or (8, 0)
     if capability < (8, 0):
@@ -241,7 +233,6 @@ def _check_prefill(config: EngineConfig, device: torch.device) -> None:
             f"`prefill` is int8, needed a card of compute capability 8.0, this one has {capability[0]}."
             f"{capability[1]}",
             "leave it exact",
-            param="prefill",
         )
 
 
