@@ -60,8 +60,11 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
             groups[name] = group[0], [option.name for option in group[1]]
             expanded += group[1]
 
+    defaults = {each.name: each.default for each in expanded if each.default is not inspect.Parameter.empty}
+
     @functools.wraps(command)
     def call(**arguments: Any) -> None:
+        arguments = defaults | arguments
         values = {
             name: kind(**{option: arguments.pop(option) for option in names})
             for name, (kind, names) in groups.items()
