@@ -20,8 +20,7 @@ from bough.cli import view
 from bough.cli.chat.backend import LocalBackend
 from bough.cli.chat.conversation import ChatSettings, Conversation, Message
 from bough.cli.chat.loop import Chat
-from bough.cli.speculation import Speculation
-from bough.config import DraftConfig, SpecConfig
+from bough.config import DraftConfig, EngineConfig
 from bough.engine.sampler import SamplingParams
 from bough.llm import LLM
 from workshop.case import RESULTS, case, prompt_lists
@@ -90,8 +89,8 @@ def one_chat(
 
 def regenerated(llm: LLM, question: str, count: int, n_gen: int) -> list[str]:
     """Return the answer that a chat gives and those of as many /regen, by seeds from 1 on."""
-    proposing = Speculation(SpecConfig(), None if llm.draft is None else DraftConfig(llm.draft))
-    backend = LocalBackend(llm.session, proposing, name=llm.name)
+    config = EngineConfig(draft=None if llm.draft is None else DraftConfig(llm.draft))
+    backend = LocalBackend(llm.session, config, name=llm.name)
     settings = ChatSettings({"seed": 1, "max_tokens": n_gen})
     conversation = Conversation(messages=[Message("user", question)])
     chat = Chat(backend, conversation, settings, screen=view.Screen(), quiet=True)

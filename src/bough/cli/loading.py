@@ -12,7 +12,7 @@ from bough.cli.footprint import on_cpu
 from bough.cli.interrupt import held
 from bough.cli.listing import suggestion
 from bough.cli.options import EngineOptions, KVCacheOptions, SpeculationOptions
-from bough.cli.speculation import Chosen, Speculation, decide, downloading
+from bough.cli.speculation import Chosen, decide, downloading
 from bough.config import EngineConfig, environment
 from bough.errors import UsageError
 from bough.hub.catalog import EMBEDDED
@@ -31,8 +31,8 @@ class Choice:
 
     given: str | None
     target: Chosen
-    proposing: Speculation
     engine: EngineConfig
+    note: str  # shown at the end of a run
 
 
 def choose(
@@ -55,12 +55,12 @@ def choose(
     offline = engine.offline or settings.offline
     target = find(settings.target if name is None else name, think=think, offline=offline, screen=screen)
     read_ahead(target.path)
-    proposing = decide(options, target, offline=offline, screen=screen)
-    config = replace(config, speculation=proposing.config, draft=proposing.draft)
+    speculation, draft, note = decide(options, target, offline=offline, screen=screen)
+    config = replace(config, speculation=speculation, draft=draft)
     if engine.compress_scorer != "words":
         scorer = find(engine.compress_scorer, think=None, offline=offline, screen=screen).path
         config = replace(config, compress=replace(config.compress, scorer=scorer))
-    return Choice(name, target, proposing, replace(config, costs=costs_file()) if costs else config)
+    return Choice(name, target, replace(config, costs=costs_file()) if costs else config, note)
 
 
 def find(name: str | None, *, think: bool | None, offline: bool, screen: view.Screen) -> Chosen:
@@ -186,7 +186,7 @@ def loaded_line(seconds: Mapping[str, float]) -> str:
     return f"Loaded in {sum(seconds.values()):.1f} s: {phases}"
 
 
-def summary(session: "Session", proposing: Speculation) -> str:
+def summary(session: "Session", config: EngineConfig) -> str:
     """Return a session's context, device and what proposes tokens, for the line at the start."""
     from bough.memory.device import device_name
 
@@ -195,8 +195,8 @@ def summary(session: "Session", proposing: Speculation) -> str:
     device = device_name(target.device) if target.device.type == "cuda" else threads
     if session.vector_spec is not None:
         return f"context {session.max_ctx:,} tokens · {device} · {session.vector_spec.kind}"
-    drafted = "without a draft" if proposing.draft is None else "with a draft"
-    means = "plain decoding" if proposing.config is None else drafted
+    drafted = "without a draft" if config.draft is None else "with a draft"
+    means = "plain decoding" if config.speculation is None else drafted
     return f"context {session.max_ctx:,} tokens · {device} · {means}"
 
 

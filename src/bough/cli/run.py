@@ -34,7 +34,6 @@ from bough.cli.options import (
     panel,
 )
 from bough.cli.sampling import SamplingOptions
-from bough.cli.speculation import Speculation
 from bough.errors import UsageError
 from bough.images.opening import ImageFile, ImageLimits, image_size, is_image
 from bough.session.collected import GeneratedOutput
@@ -47,12 +46,6 @@ if TYPE_CHECKING:
 BEGINNING = 64 << 10  # bytes of a file, by which a text is told from other files
 CHAT_HINT = "bough chat MODEL, or a terminal, starts a conversation"
 _prompt, _output = panel("Prompt"), panel("Output")
-
-
-@dataclass(frozen=True, slots=True)
-class Files:
-    texts: list[str]
-    images: list[ImageFile]
 
 
 @dataclass(frozen=True)
@@ -78,18 +71,18 @@ class PromptOptions:
             raise UsageError(
                 f"{flag} and --raw exclude each other: without a chat template there are no roles"
             )
-        if self.raw and self.files.images:
+        if self.raw and self.images:
             raise UsageError("a picture and --raw exclude each other: its place is in the chat template")
         if self.words and self.prompt is not None:
             raise UsageError("a prompt was given both after the model and with --prompt, needed once")
 
     @cached_property
-    def files(self) -> "Files":
-        contents = [_content(path) for path in self.file or ()]
-        return Files(
-            [each for each in contents if isinstance(each, str)],
-            [each for each in contents if isinstance(each, ImageFile)],
-        )
+    def files(self) -> list[str | ImageFile]:
+        return [_content(path) for path in self.file or ()]
+
+    @property
+    def images(self) -> list[ImageFile]:
+        return [file for file in self.files if isinstance(file, ImageFile)]
 
     @property
     def text(self) -> str | None:
@@ -174,7 +167,6 @@ def run(
         raise UsageError("there is no prompt", f"bough run MODEL TEXT; {CHAT_HINT}")
     engine = replace(engine, prefix_cache=None if engine.prefix_cache_dir else 0)
     choice = choose(model, speculating, engine, cache, screen, think=prompt.think)
-    proposing = choice.proposing
     _check_sampling(sampling, screen)
     session = load(choice.target.path, choice.engine, screen)
     if session.template.is_fallback and not prompt.raw:
@@ -194,7 +186,7 @@ def run(
     else:
         line = report.line(
             finished,
-            plain=proposing.config is None,
+            plain=choice.engine.speculation is None,
             sampled=request.sampling.temperature > 0,
             interrupted=interrupt.requested,
             width=report.WIDTH if sys.stderr.isatty() else None,
@@ -206,7 +198,7 @@ def run(
             switch=session.template.supports_thinking,
             raisable=session.limits.raisable,
         )
-        _print_statistics(line, finished, proposing, screen, spent=spent)
+        _print_statistics(line, finished, screen, spent=spent, note=choice.note)
     if interrupt.requested:
         raise typer.Exit(INTERRUPTED)
 
@@ -239,15 +231,14 @@ def _beginning(prompt: PromptOptions, sampling: SamplingOptions) -> "tuple[Conve
 
 def _read_prompt(options: PromptOptions, screen: view.Screen) -> str | None:
     """Return the texts of the command line, of a file and of standard input, joined; None: there are none."""
-    words = options.text
-    files = options.files
+    words, files = options.text, [file for file in options.files if isinstance(file, str)]
     if words is not None and not words.strip() and not options.file:
         raise UsageError("the prompt is empty", "bough run MODEL TEXT")
     piped = _piped(screen)
     if not options.raw:
         piped = piped.strip("\n")
-    texts = [text for text in (words, *files.texts, piped) if text]
-    return "\n\n".join(texts) if files.images or any(text.strip() for text in texts) else None
+    texts = [text for text in (words, *files, piped) if text]
+    return "\n\n".join(texts) if options.images or any(text.strip() for text in texts) else None
 
 
 def _piped(screen: view.Screen) -> str:
@@ -300,7 +291,7 @@ def _request(
     words = prompt.text
     query = words if words and words != text and session.compresses else ""
     system = [] if prompt.system is None else [{"role": "system", "content": prompt.system}]
-    images = [{"type": "image", "image": each} for each in prompt.files.images]
+    images = [{"type": "image", "image": each} for each in prompt.images]
     content = [*images, {"type": "text", "text": text}] if images else text
     return TextRequest(
         messages=None if prompt.raw else [*system, {"role": "user", "content": content}],
@@ -334,7 +325,7 @@ def _generate(
 def _print_json(answer: GeneratedOutput, session: "Session", choice: Choice) -> None:
     from bough.memory.planner import format_names
 
-    draft = choice.proposing.draft
+    draft = choice.engine.draft
     paths = {"model": choice.target.path, "draft": None if draft is None else draft.path}
     formats = format_names(session.plan.kv)
     texts = {"text": answer.text, "reasoning": answer.reasoning}
@@ -342,12 +333,12 @@ def _print_json(answer: GeneratedOutput, session: "Session", choice: Choice) -> 
 
 
 def _print_statistics(
-    line: str, finished: Finished | None, proposing: Speculation, screen: view.Screen, *, spent: str
+    line: str, finished: Finished | None, screen: view.Screen, *, spent: str, note: str
 ) -> None:
     screen.statistics(line)
     if spent:
         screen.notice(spent[0].upper() + spent[1:])
-    for note in finished.stats.notes if finished else ():
-        screen.notice(note)
-    if proposing.note:
-        screen.note(proposing.note)
+    for text in finished.stats.notes if finished else ():
+        screen.notice(text)
+    if note:
+        screen.note(note)

@@ -291,11 +291,11 @@ def _run(choices: Mapping[str, Choice], config: ServerConfig, screen: view.Scree
     def ready(session: "Session") -> None:
         bar.stop()
         describe(session, first.target.path, screen)
-        if first.proposing.note and session.vector_spec is None:
-            screen.note(first.proposing.note)
+        if first.note and session.vector_spec is None:
+            screen.note(first.note)
         if session.template.is_fallback:
             screen.note("There is no chat template in the file: plain ChatML is used.")
-        screen.note(summary(session, first.proposing))
+        screen.note(summary(session, first.engine))
         screen.notice(f"{config.model_name} answers at {address}")
         if len(choices) > 1:
             screen.note(f"when a request names it: {', '.join(list(choices)[1:])}")

@@ -34,11 +34,9 @@ class Chosen:
     tuned: bool = False  # the card is that of the model it is made from
 
 
-@dataclass(frozen=True, slots=True)
-class Speculation:
-    config: SpecConfig | None  # None: plain decoding
-    draft: DraftConfig | None = None
-    note: str = ""  # shown at the end of a run
+Proposing = tuple[
+    SpecConfig | None, DraftConfig | None, str
+]  # None: plain decoding; what the end of a run says
 
 
 def check(options: SpeculationOptions) -> None:
@@ -59,10 +57,10 @@ def check_remote(options: SpeculationOptions) -> None:
         raise UsageError("--url and flags of the draft exclude each other: the server has its own")
 
 
-def decide(options: SpeculationOptions, target: Chosen, *, offline: bool, screen: view.Screen) -> Speculation:
+def decide(options: SpeculationOptions, target: Chosen, *, offline: bool, screen: view.Screen) -> Proposing:
     """Return how tokens are proposed for the target; its draft, or the named one, may be fetched."""
     if _is_plain(options):
-        return Speculation(None)
+        return None, None, ""
     card, named = target.card, _named(options, target)
     if named.mtp == "on":
         _check_block(target, f"{named.name},{MTP}")
@@ -82,14 +80,14 @@ def decide(options: SpeculationOptions, target: Chosen, *, offline: bool, screen
                     f"{flag} needs a draft, and none is listed for {card.name if card else target.path.name}",
                     "--draft PATH|REPO names one",
                 )
-            return Speculation(plan.config, note=_without_draft(target, screen))
+            return plan.config, None, _without_draft(target, screen)
         path = _fetched_draft(card, fetch=target.fetched and not offline, screen=screen)
     if path is None:
         if named.mtp != "off" and target.mtp:
             screen.note(OWN_BLOCK)
-        return Speculation(plan.config)
+        return plan.config, None, ""
     _warn_of_base(target, screen, named=named.name != AUTO)
-    return Speculation(plan.config, DraftConfig(path, options.draft_quant.value, head=options.draft_head))
+    return plan.config, DraftConfig(path, options.draft_quant.value, head=options.draft_head), ""
 
 
 def _warn_of_base(target: Chosen, screen: view.Screen, *, named: bool) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Union
 from bough.cli import report
 from bough.cli.chat.conversation import OPTIONS, ChatSettings
 from bough.cli.loading import summary
-from bough.cli.speculation import Speculation
+from bough.config import EngineConfig
 from bough.errors import UsageError
 from bough.session.events import Finished, Progress, Reasoning, Text
 
@@ -30,13 +30,13 @@ Event = Progress | Reasoning | Text | ReplyEnd
 class LocalBackend:
     breakable = False  # whether a reply may be abandoned at any moment, without a request to stop
 
-    def __init__(self, session: "Session", proposing: Speculation, *, name: str):
-        self.name, self._session, self._proposing = name, session, proposing
-        self._speculating = proposing.config is not None
+    def __init__(self, session: "Session", config: EngineConfig, *, name: str):
+        self.name, self._session, self._config = name, session, config
+        self._speculating = config.speculation is not None
 
     @property
     def about(self) -> str:
-        return summary(self._session, self._proposing)
+        return summary(self._session, self._config)
 
     @property
     def sees(self) -> bool:

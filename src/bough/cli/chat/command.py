@@ -170,9 +170,9 @@ def local_models(
         from bough.cli.chat.backend import LocalBackend
 
         session = load_session(choice.target.path, choice.engine, screen)
-        if choice.proposing.note:
-            screen.note(choice.proposing.note)
+        if choice.note:
+            screen.note(choice.note)
         card = choice.target.card
-        return LocalBackend(session, choice.proposing, name=card.title if card else choice.target.path.stem)
+        return LocalBackend(session, choice.engine, name=card.title if card else choice.target.path.stem)
 
     return find
