@@ -12,7 +12,8 @@ import torch
 from bough.bench import machine, step
 from bough.bench.report import markdown_table
 from bough.engine.sampler import SamplingParams
-from bough.session.requests import Finished, TextRequest
+from bough.session.events import Finished
+from bough.session.requests import TextRequest
 from bough.session.session import Session
 
 PROMPTS = (

@@ -18,10 +18,12 @@ from ray.serve.handle import DeploymentHandle
 
 from bough.deploy.replica import Order, ReplicaFacts, ReplicaReport
 from bough.deploy.routes import Hint
+from bough.engine.events import Failed
 from bough.engine.stats import RequestStats
 from bough.errors import BoughError, QueueFull, Unavailable
+from bough.session.events import Finished, Progress
 from bough.session.reader import RequestReader
-from bough.session.requests import Failed, Finished, Progress, TextRequest
+from bough.session.requests import TextRequest
 from bough.session.worker import Ended, IndexedEvent, Job, RequestResult, State, stopping
 
 log = logging.getLogger(__name__)

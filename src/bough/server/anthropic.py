@@ -13,7 +13,8 @@ from bough.server.schemas import MessagesBody, Object
 from bough.server.service import Service, Writer
 from bough.server.sse import comment, event
 from bough.session.collected import OutputBlock
-from bough.session.requests import Finished, Progress, SessionEvent, TextRequest
+from bough.session.events import Finished, Progress, SessionEvent
+from bough.session.requests import TextRequest
 from bough.session.worker import Job
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeVar
 
+from bough.engine.sampler import TokenLogprob
 from bough.engine.stats import RequestStats
 from bough.errors import UsageError
 from bough.server import options, outputs
@@ -14,18 +15,17 @@ from bough.server.schemas import ChatBody, Object, SamplingBody, TemplateBody
 from bough.server.service import Service, Writer
 from bough.server.sse import DONE, event
 from bough.session.collected import GeneratedOutput
-from bough.session.requests import (
+from bough.session.events import (
     Finished,
     Progress,
     Reasoning,
     SessionEvent,
     Text,
-    TextRequest,
-    TokenLogprob,
     ToolArguments,
     ToolCall,
     TreeStep,
 )
+from bough.session.requests import TextRequest
 
 MAX_TEMPLATE_VALUES = 10_000  # some 25 us each
 # Template variables that other fields of the request set.

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from bough.engine.sampler import TokenLogprob
 from bough.engine.stats import RequestStats
 from bough.errors import UsageError
 from bough.server import options, outputs
@@ -11,15 +12,9 @@ from bough.server.failures import unfit
 from bough.server.schemas import CompletionBody, Object
 from bough.server.service import Service
 from bough.session.collected import GeneratedOutput
-from bough.session.requests import (
-    Finished,
-    Infill,
-    Reasoning,
-    SessionEvent,
-    Text,
-    TextRequest,
-    TokenLogprob,
-)
+from bough.session.events import Finished, Reasoning, SessionEvent, Text
+from bough.session.requests import TextRequest
+from bough.text.infill import Infill
 
 MAX_CHOICES = 128
 

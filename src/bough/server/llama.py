@@ -11,7 +11,9 @@ from bough.server import options, outputs
 from bough.server.schemas import InfillBody, LlamaBody, LlamaCompletionBody, Object
 from bough.server.service import Service, Writer
 from bough.server.sse import event
-from bough.session.requests import Finished, Infill, SessionEvent, Text, TextRequest
+from bough.session.events import Finished, SessionEvent, Text
+from bough.session.requests import TextRequest
+from bough.text.infill import Infill
 
 WARM_S = 300.0  # how long what a request without tokens has read is kept for the next
 # What a sampler that `samplers` does not name is set to.

@@ -16,9 +16,12 @@ from bough.server.models import Models, Resident, ServedModel
 from bough.server.options import Thinking
 from bough.server.schemas import Object, OllamaBody, OllamaChatBody, OllamaGenerateBody
 from bough.server.service import Service, Writer
+from bough.session.events import Finished, Reasoning, SessionEvent, Text
 from bough.session.reader import RequestReader
-from bough.session.requests import Finished, Grammar, Infill, Reasoning, SessionEvent, Text, TextRequest
+from bough.session.requests import TextRequest
 from bough.session.worker import Job, State
+from bough.text.grammar import Grammar
+from bough.text.infill import Infill
 
 LINES = "application/x-ndjson"
 NEVER = "2318-01-01T00:00:00Z"  # a model stays until another needs its place

@@ -11,7 +11,8 @@ from bough.engine.sampler import SamplingParams
 from bough.errors import UsageError
 from bough.server.failures import unfit
 from bough.server.schemas import AnswerBody, Object, SamplingBody
-from bough.session.requests import CompressOptions, Grammar
+from bough.session.requests import CompressOptions
+from bough.text.grammar import Grammar
 
 if TYPE_CHECKING:
     from bough.server.service import Service

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
+from bough.engine.sampler import TokenLogprob
 from bough.engine.stats import RequestStats
-from bough.session.requests import TokenLogprob, TreeStep
+from bough.session.events import TreeStep
 from bough.text.tokenizer import Tokenizer
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinities

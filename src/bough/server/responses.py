@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from bough.engine.sampler import TokenLogprob
 from bough.errors import UsageError
 from bough.server import options, outputs
 from bough.server.failures import Failure, unfit
@@ -13,7 +14,8 @@ from bough.server.schemas import Object, ResponsesBody
 from bough.server.service import Service, Writer
 from bough.server.sse import comment, event
 from bough.session.collected import OutputBlock
-from bough.session.requests import Finished, SessionEvent, TextRequest, TokenLogprob
+from bough.session.events import Finished, SessionEvent
+from bough.session.requests import TextRequest
 from bough.session.worker import Job
 
 _REFUSED = {

@@ -25,8 +25,9 @@ from bough.server.options import Thinking
 from bough.server.schemas import ModelBody
 from bough.server.sse import KEEP_ALIVE_S, EventStream, unless_gone
 from bough.session.collected import GeneratedOutput
+from bough.session.events import Finished, Progress, SessionEvent
 from bough.session.reader import RequestReader
-from bough.session.requests import Finished, Progress, SessionEvent, TextRequest
+from bough.session.requests import TextRequest
 from bough.session.worker import IndexedEvent, Job, Worker, stopping
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,8 @@ from typing import Any
 from bough.errors import UsageError
 from bough.server.schemas import EmbeddingBody, Object, OllamaEmbedBody, OllamaEmbeddingsBody, RerankBody
 from bough.server.service import Writer
-from bough.session.requests import Finished, SessionEvent, TextRequest, Vector, VectorOptions
+from bough.session.events import Finished, SessionEvent, Vector
+from bough.session.requests import TextRequest, VectorOptions
 from bough.session.vector_prompts import shortened
 
 VectorBody = EmbeddingBody | OllamaEmbedBody | OllamaEmbeddingsBody | RerankBody

@@ -4,7 +4,7 @@ import secrets
 from collections.abc import Iterator, Sequence
 
 from bough.engine.sampler import TokenLogprob
-from bough.session.requests import Reasoning, SessionEvent, Text, ToolArguments, ToolCall
+from bough.session.events import Reasoning, SessionEvent, Text, ToolArguments, ToolCall
 from bough.text.output import Delta, OutputParser
 from bough.text.stops import LineStop, StopStrings
 from bough.text.stream import TextStream

@@ -15,9 +15,11 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Protocol
 
+from bough.engine.events import Failed
 from bough.errors import BoughError, QueueFull, ResourceError, Unavailable
+from bough.session.events import Finished, Progress, SessionEvent
 from bough.session.reader import RequestReader
-from bough.session.requests import Failed, Finished, Progress, SessionEvent, TextRequest
+from bough.session.requests import TextRequest
 from bough.session.session import Session
 
 log = logging.getLogger(__name__)
