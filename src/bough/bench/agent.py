@@ -15,6 +15,9 @@ SYSTEM = (
 )
 
 
+MODULES = ("__init__", "carts", "coupons", "customers", "mail", "orders", "prices", "stock", "taxes")
+
+
 def tools() -> list[Message]:
     def tool(name: str, about: str, **parameters: str) -> Message:
         properties = {key: {"type": "string", "description": text} for key, text in parameters.items()}
@@ -53,7 +56,7 @@ def _script() -> list[tuple[Message, Message]]:
         (_user("The tests of our small shop fail since yesterday. Please find out why and repair it."),
          _call("run", command="python -m pytest -q")),
         (_result(_test_log(failing=True)), _call("list_files", folder="shop")),
-        (_result("\n".join(f"shop/{name}.py" for name in _modules())),
+        (_result("\n".join(f"shop/{name}.py" for name in MODULES)),
          _call("read_file", path="shop/orders.py")),
         (_result(_numbered(_orders(broken=True))), _call("search", pattern=r"def discount")),
         (_result("shop/orders.py:13:def discount(total, percent):\nshop/coupons.py:4:def discounts():"),
@@ -90,10 +93,6 @@ def _call(name: str, **arguments: str) -> Message:
         "content": "",
         "tool_calls": [{"id": "call_1", "type": "function", "function": function}],
     }
-
-
-def _modules() -> list[str]:
-    return ["__init__", "carts", "coupons", "customers", "mail", "orders", "prices", "stock", "taxes"]
 
 
 def _test_log(*, failing: bool) -> str:

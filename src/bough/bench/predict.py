@@ -103,9 +103,6 @@ class Range:
     def __add__(self, other: "Range") -> "Range":
         return Range(self.low + other.low, self.high + other.high)
 
-    def tokens_per_second(self, tokens: float) -> tuple[float, float]:
-        return 1000 * tokens / self.high, 1000 * tokens / self.low
-
 
 @dataclass(frozen=True, slots=True)
 class Reads:
@@ -238,7 +235,11 @@ def _size(model: StepModel, reads: Reads, rows: int, draft: Range) -> dict[str, 
         "forward_ms": [forward.low, forward.high],
         "parts_ms": {part: [time.low, time.high] for part, time in parts.items()},
         "matmuls_bound_by": model.bound(rows),
-        "tok_s": {length: whole.tokens_per_second(length) for length in lengths if length <= rows},
+        "tok_s": {
+            length: (1000 * length / whole.high, 1000 * length / whole.low)
+            for length in lengths
+            if length <= rows
+        },
     }
 
 

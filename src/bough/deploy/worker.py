@@ -231,7 +231,8 @@ class ReplicaWorker:
                     raise _lost("the replica that was writing this answer ended") from error
                 if attempt == ATTEMPTS:
                     raise _lost(f"{attempt} replicas ended before this answer began") from error
-                log.warning("%s goes to another replica: %s", job.label, _first_line(error))
+                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+                log.warning("%s goes to another replica: %s", job.label, reason)
                 forwarding.restart()
                 if isinstance(error, Unavailable):
                     await asyncio.sleep(RETRY_S * attempt)
@@ -314,10 +315,6 @@ def _order(job: Job) -> Order:
 def _reports(answers: Sequence[Any]) -> list[ReplicaReport]:
     """Return the reports, without the errors of replicas that are about to end."""
     return [each for each in answers if isinstance(each, ReplicaReport)]
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _lost(what: str) -> ReplicaLost:

@@ -128,7 +128,8 @@ class Service:
     ) -> list[TextRequest]:
         """Return the requests with their prompts encoded, in a thread."""
         with _until_gone() as gone:
-            limit, affinity = self.config.max_tokens, _affinity(request)
+            limit, headers = self.config.max_tokens, request.headers
+            affinity = next((headers[name] for name in SESSION_HEADERS if name in headers), "")
             requests = [
                 replace(
                     each,
@@ -217,10 +218,6 @@ class Service:
             "ready_tokens": done.whole,
             "lifetime": lifetime_s,
         }
-
-
-def _affinity(request: Request) -> str:
-    return next((request.headers[name] for name in SESSION_HEADERS if name in request.headers), "")
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Loading: from a GGUF file and its draft to a session, within the memory that there is."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ from bough.compress.scorer import MixedScorer, Scorer
 from bough.compress.words import WordScorer
 from bough.config import DraftConfig, EngineConfig, SpecConfig
 from bough.engine.engine import Engine
-from bough.engine.runner import StepTimes
 from bough.engine.sequence import Limits
 from bough.errors import BadGGUF, UsageError
 from bough.gguf.reader import GGUFFile
@@ -158,7 +157,10 @@ def _loaded(
     if device.type == "cuda" and graphs and vectors is None:
         engine.warmup.capture(warming)
         times = engine.warmup.measure_steps()
-        costs.fill({rows: each.verify_s for rows, each in times.items()}, _draft_seconds(drafter, times))
+        draft_s = (
+            min((each.draft_s for each in times.values()), default=0.0) if drafter.features.taps else 0.0
+        )
+        costs.fill({rows: each.verify_s for rows, each in times.items()}, draft_s)
         phases.end("capturing")
     elif device.type == "cpu" and config.speculation is not None:
         _measure(engine, costs, drafter)
@@ -429,11 +431,6 @@ def _measure(engine: Engine, costs: StepCosts, drafter: Drafter) -> None:
         costs.fill({rows: each.verify_cost for rows, each in engine.warmup.measure_steps().items()}, 0.0)
     if drafter.features.taps and not costs.draft_call():
         costs.fill({}, engine.warmup.measure_draft())
-
-
-def _draft_seconds(drafter: Drafter, times: Mapping[int, StepTimes]) -> float:
-    """Return what a draft call takes; 0 without a draft model."""
-    return min((each.draft_s for each in times.values()), default=0.0) if drafter.features.taps else 0.0
 
 
 def _computing(config: EngineConfig, plan: MemoryPlan, device: torch.device) -> str:

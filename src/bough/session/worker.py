@@ -54,7 +54,7 @@ class Job:
     """Requests that occupy one position in the queue and run side by side as far as there is room."""
 
     def __init__(self, requests: Sequence[TextRequest], label: str, dequeue: Callable[["Job"], None]):
-        self.requests = [replace(request, cancelled=self._is_cancelled) for request in requests]
+        self.requests = [replace(request, cancelled=lambda: self._cancelled) for request in requests]
         self.label = label
         self.ahead = 0  # jobs before this one when it was queued
         self.progress: Progress | None = None
@@ -115,9 +115,6 @@ class Job:
     def prefill_only(self) -> bool:
         """Return whether it runs only while there is nothing else to do, beside the others."""
         return self.requests[0].prefill_for_s is not None
-
-    def _is_cancelled(self) -> bool:
-        return self._cancelled
 
     def put(self, index: int, event: SessionEvent) -> None:
         """Add an event; `wake` then tells the readers of all jobs that have new ones."""

@@ -205,7 +205,7 @@ class OutputParser:
         end, after = _value_end(self._held, final)
         if after is None:
             return False
-        text = _framed(self._held[:end])
+        text = self._held[:end].removeprefix("\n").removesuffix("\n")
         self._emit_value(json_text(typed(text, schema)))
         self._held = self._held[after:]
         self._state = self._parameters
@@ -335,10 +335,6 @@ def _value_end(text: str, final: bool) -> tuple[int, int | None]:
 def _unbroken(text: str, end: int) -> int:
     """Return `end`, or the index before the preceding line break, which would belong to the tag."""
     return end - 1 if text[:end].endswith("\n") else end
-
-
-def _framed(text: str) -> str:
-    return text.removeprefix("\n").removesuffix("\n")
 
 
 def _json_object(call: Any) -> tuple[str, str] | None:
