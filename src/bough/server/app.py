@@ -132,7 +132,8 @@ async def _answer(
         requests = read(body, service)
         requests = requests if isinstance(requests, list) else [requests]
         output = writer(service, body, _new_id(prefix))
-        return await service.respond(request, requests, output, stream=getattr(body, "stream", False))
+        stream = "stream" in type(body).model_fields and body.stream  # a field beyond the protocol is ignored
+        return await service.respond(request, requests, output, stream=stream)
 
 
 def _generation(app: FastAPI, models: Models) -> None:
