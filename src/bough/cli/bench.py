@@ -21,9 +21,7 @@ from bough.cli.command import INTERRUPTED
 from bough.cli.interrupt import held
 from bough.cli.loading import choose
 from bough.cli.options import (
-    HARDWARE,
-    EngineOptions,
-    KVCacheOptions,
+    MeasuredEngine,
     Model,
     Only,
     Quiet,
@@ -125,8 +123,7 @@ def bench(
     model: Model = None,
     measured: MeasureOptions,
     speculating: Annotated[SpeculationOptions, Only(("draft", "no_draft"))],
-    cache: KVCacheOptions,
-    engine: Annotated[EngineOptions, Only(("max_ctx", *HARDWARE))],
+    engine: MeasuredEngine,
     remote: BenchServerOptions,
     output: BenchOutputOptions,
 ) -> None:
@@ -148,9 +145,9 @@ def bench(
     grid = Grid.parse(
         names, temperature=measured.temperature, budget=measured.budget, context=measured.context
     )
-    config = engine.config(cache)
+    config = engine.config()
     if remote.url is not None:
-        check_remote(engine, cache)
+        check_remote(engine)
     before = _document(output.compare) if output.compare is not None else None
     screen = view.Screen(quiet=output.quiet)
     with screen.waiting("Starting PyTorch"), held():
@@ -164,7 +161,7 @@ def bench(
         measure_server(run, loaded, grid, remote.url, key=key, model=model)
     else:
         speculation.check(speculating)
-        choice = choose(model, speculating, engine, cache, screen, costs=False)
+        choice = choose(model, speculating, engine, screen, costs=False)
         measure_local(run, loaded, grid, choice, screen)
     if run.found:
         _report(run, output, before, screen)

@@ -11,7 +11,7 @@ from bough.cli.flags import with_flags
 from bough.cli.footprint import on_cpu
 from bough.cli.interrupt import held
 from bough.cli.listing import suggestion
-from bough.cli.options import EngineOptions, KVCacheOptions, SpeculationOptions
+from bough.cli.options import EngineOptions, SpeculationOptions
 from bough.cli.speculation import Chosen, decide, downloading
 from bough.config import EngineConfig, environment
 from bough.errors import UsageError
@@ -39,7 +39,6 @@ def choose(
     name: str | None,
     options: SpeculationOptions,
     engine: EngineOptions,
-    cache: KVCacheOptions,
     screen: view.Screen,
     *,
     think: bool | None = None,
@@ -51,7 +50,7 @@ def choose(
     """
     from bough.gguf.read_ahead import read_ahead
 
-    config, settings = engine.config(cache), environment()
+    config, settings = engine.config(), environment()
     offline = engine.offline or settings.offline
     target = find(settings.target if name is None else name, think=think, offline=offline, screen=screen)
     read_ahead(target.path)

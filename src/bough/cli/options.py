@@ -32,12 +32,13 @@ COMPRESS = ("compress", "compress_above", "compress_to", "compress_scorer")
 # Options that every engine has.
 REASONING = ("effort", "break_loops")
 IMAGES = ("mmproj", "no_images", "image_tokens")
+KV_CACHE = ("kv", "kv_k", "kv_v", "window")
 HARDWARE = ("vram_limit", "experts_host", "prefill", "device", "threads", "cpu_backend", "offline")
 
 
 @dataclass(frozen=True, slots=True)
 class Only:
-    """In `Annotated[GROUP, Only(...)]`: the fields that become options; the others keep their defaults."""
+    """In `Annotated[GROUP, Only(...)]`: fields that become options, in order; others keep their defaults."""
 
     names: tuple[str, ...]
 
@@ -82,13 +83,9 @@ def _group(hint: Any) -> tuple[type, list[inspect.Parameter]] | None:
     kind, *extras = get_args(hint) if get_origin(hint) is Annotated else (hint,)
     if not (isinstance(kind, type) and is_dataclass(kind)):
         return None
-    types = get_type_hints(kind, include_extras=True)
+    types, group = get_type_hints(kind, include_extras=True), {field.name: field for field in fields(kind)}
     names = [name for extra in extras if isinstance(extra, Only) for name in extra.names]
-    return kind, [
-        _parameter(field.name, types[field.name], field)
-        for field in fields(kind)
-        if field.name in names or not names
-    ]
+    return kind, [_parameter(name, types[name], group[name]) for name in names or group]
 
 
 def _parameter(name: str, kind: Any, default: Any) -> inspect.Parameter:
@@ -235,27 +232,6 @@ class SpeculationOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class KVCacheOptions:
-    """How the KV cache is stored and read."""
-
-    kv: KVType = _kv_cache(
-        "The type it is stored in. auto: f32 on a CPU, which alone has it; on a GPU f16, "
-        "or the most bits in which the context fits. Below 8 bits the text may change: "
-        "docs/long-context.md.",
-        default=KVType.auto,
-        case_sensitive=False,
-    )
-    kv_k: KVType | None = _kv_cache("Keys alone; else as --kv says.", case_sensitive=False)
-    kv_v: KVType | None = _kv_cache("Values alone; else as --kv says.", case_sensitive=False)
-    window: int | None = _kv_cache(
-        "While decoding attend only to this many of the last tokens and to the first 64: "
-        "approximate. Default: to all.",
-        "TOKENS",
-        parser=size,
-    )
-
-
-@dataclass(frozen=True, slots=True)
 class EngineOptions:
     max_ctx: MaxContext = None
     prefix_cache: int | None = _engine(
@@ -336,8 +312,23 @@ class EngineOptions:
         "MODEL|words",
         default="words",
     )
+    kv: KVType = _kv_cache(
+        "The type it is stored in. auto: f32 on a CPU, which alone has it; on a GPU f16, "
+        "or the most bits in which the context fits. Below 8 bits the text may change: "
+        "docs/long-context.md.",
+        default=KVType.auto,
+        case_sensitive=False,
+    )
+    kv_k: KVType | None = _kv_cache("Keys alone; else as --kv says.", case_sensitive=False)
+    kv_v: KVType | None = _kv_cache("Values alone; else as --kv says.", case_sensitive=False)
+    window: int | None = _kv_cache(
+        "While decoding attend only to this many of the last tokens and to the first 64: "
+        "approximate. Default: to all.",
+        "TOKENS",
+        parser=size,
+    )
 
-    def config(self, cache: KVCacheOptions) -> EngineConfig:
+    def config(self) -> EngineConfig:
         if self.prefix_cache == 0 and self.prefix_cache_dir is not None:
             raise UsageError(
                 f"--prefix-cache 0 turns off what --prefix-cache-dir {self.prefix_cache_dir} would keep",
@@ -346,12 +337,16 @@ class EngineOptions:
         if self.compress_scorer != "words" and self.compress is Compress.off:
             raise UsageError("--compress-scorer needs --compress auto, which uses it")
         return EngineConfig(
-            **shared(self, EngineConfig, without=("compress",)),
+            **shared(self, EngineConfig, without=("compress", "kv_k", "kv_v")),
             compress=CompressConfig(self.compress.value, self.compress_above, self.compress_to),
-            kv_k=(cache.kv_k or cache.kv).value,
-            kv_v=(cache.kv_v or cache.kv).value,
-            window=cache.window,
+            kv_k=(self.kv_k or self.kv).value,
+            kv_v=(self.kv_v or self.kv).value,
         )
+
+
+# Of commands that measure a model.
+MeasuredEngine = Annotated[EngineOptions, Only((*KV_CACHE, "max_ctx", *HARDWARE))]
+MeasuredDraft = Annotated[SpeculationOptions, Only(("draft", "budget", "no_draft"))]
 
 
 def shared(options: Any, config: Any, *, without: Sequence[str] = ()) -> dict[str, Any]:
@@ -361,9 +356,9 @@ def shared(options: Any, config: Any, *, without: Sequence[str] = ()) -> dict[st
     return {name: value.value if isinstance(value, StrEnum) else value for name, value in values.items()}
 
 
-def check_remote(engine: EngineOptions, cache: KVCacheOptions) -> None:
+def check_remote(engine: EngineOptions) -> None:
     """Refuse options of the engine together with --url, which loads no model here."""
-    if engine.config(cache) != EngineConfig():
+    if engine.config() != EngineConfig():
         raise UsageError(
             "--url excludes options of the device, its memory and the KV cache: the server has its own",
             "give them to bough serve",

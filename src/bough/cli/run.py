@@ -19,10 +19,10 @@ from bough.cli.options import (
     COMPRESS,
     HARDWARE,
     IMAGES,
+    KV_CACHE,
     REASONING,
     AsJson,
     EngineOptions,
-    KVCacheOptions,
     Model,
     Only,
     Quiet,
@@ -127,9 +127,10 @@ class OutputOptions:
 
 
 # Within one prompt nothing repeats, so the prefix cache needs no memory unless there is a folder.
+_PROMPT_CACHE = ("prefix_cache_dir", "prefix_cache_dir_size")
 RunEngineOptions = Annotated[
     EngineOptions,
-    Only(("max_ctx", "prefix_cache_dir", "prefix_cache_dir_size", *REASONING, *IMAGES, *HARDWARE, *COMPRESS)),
+    Only(("max_ctx", *_PROMPT_CACHE, *IMAGES, *HARDWARE, *REASONING, *COMPRESS, *KV_CACHE)),
 ]
 
 
@@ -141,7 +142,6 @@ def run(
     sampling: SamplingOptions,
     speculating: SpeculationOptions,
     engine: RunEngineOptions,
-    cache: KVCacheOptions,
     output: OutputOptions,
 ) -> None:
     """Answer one prompt; on a terminal without a prompt, chat.
@@ -161,12 +161,12 @@ def run(
     model, prompt = prompt.apart_from(model)
     text = _read_prompt(prompt, screen)
     if text is None and _on_terminal() and output == OutputOptions(quiet=output.quiet) and not prompt.raw:
-        loader = local_models(speculating, engine, cache, think=prompt.think, screen=screen)
+        loader = local_models(speculating, engine, think=prompt.think, screen=screen)
         return converse(loader, model, *_beginning(prompt, sampling), screen=screen, quiet=output.quiet)
     if text is None:
         raise UsageError("there is no prompt", f"bough run MODEL TEXT; {CHAT_HINT}")
     engine = replace(engine, prefix_cache=None if engine.prefix_cache_dir else 0)
-    choice = choose(model, speculating, engine, cache, screen, think=prompt.think)
+    choice = choose(model, speculating, engine, screen, think=prompt.think)
     _check_sampling(sampling, screen)
     session = load(choice.target.path, choice.engine, screen)
     if session.template.is_fallback and not prompt.raw:

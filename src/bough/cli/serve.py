@@ -17,7 +17,6 @@ from bough.cli.interrupt import held
 from bough.cli.loading import Choice, LoadingBar, choose, describe, summary
 from bough.cli.options import (
     EngineOptions,
-    KVCacheOptions,
     Models,
     Only,
     Parallel,
@@ -155,7 +154,6 @@ def serve(
     sampling: ServedSamplingOptions,
     speculating: SpeculationOptions,
     engine: EngineOptions,
-    cache: KVCacheOptions,
     start: StartOptions,
     quiet: Quiet = False,
 ) -> None:
@@ -179,7 +177,7 @@ def serve(
     _check_several(model, server, speculating)
     choices: dict[str, Choice] = {}  # by what requests call them
     for argument in model or [None]:
-        choice = choose(argument, speculating, engine, cache, screen, think=server.think)
+        choice = choose(argument, speculating, engine, screen, think=server.think)
         settings = dataclasses.replace(choice.engine, parallel=server.parallel)
         name = server.served_model_name or _name(choice, choices)
         choices[name] = dataclasses.replace(choice, engine=settings)

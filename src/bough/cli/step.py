@@ -4,17 +4,16 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from bough.cli import speculation, view
 from bough.cli.interrupt import held
 from bough.cli.loading import LoadingBar, choose
 from bough.cli.options import (
-    HARDWARE,
     EngineOptions,
-    KVCacheOptions,
+    MeasuredDraft,
+    MeasuredEngine,
     Model,
-    Only,
     Quiet,
     SpeculationOptions,
     grouped,
@@ -26,8 +25,6 @@ from bough.errors import UsageError
 from bough.session.folders import cache_folder
 
 _measured, _output = panel("What is measured"), panel("Output")
-Drafting = Annotated[SpeculationOptions, Only(("draft", "no_draft", "budget"))]
-Engine = Annotated[EngineOptions, Only(("max_ctx", *HARDWARE))]
 
 
 @grouped
@@ -35,9 +32,8 @@ def step(
     *,
     model: Model = None,
     predict: str | None = _measured("Estimate another card's, such as 3090; runs nothing.", "CARD"),
-    speculating: Drafting,
-    cache: KVCacheOptions,
-    engine: Engine,
+    speculating: MeasuredDraft,
+    engine: MeasuredEngine,
     lines: Path | None = _output(
         "The figures, appended as a JSON line. Default: bench.jsonl in the cache folder.", "FILE"
     ),
@@ -53,7 +49,7 @@ def step(
     if predict is not None and (model or environment().target) is None:
         raise UsageError(f"--predict {predict} needs the model that is to run", "bough step MODEL")
     screen = view.Screen(quiet=quiet)
-    target, config = _chosen(model, speculating, cache, engine, screen)
+    target, config = _chosen(model, speculating, engine, screen)
     if predict is not None:
         return _predict(target, config, predict, json_file)
     from bough.bench import step as bench_step
@@ -81,9 +77,8 @@ def step(
 def share(
     *,
     model: Model = None,
-    speculating: Drafting,
-    cache: KVCacheOptions,
-    engine: Engine,
+    speculating: MeasuredDraft,
+    engine: MeasuredEngine,
     markdown: Path = _output("The page.", "FILE", default=Path("bough-share.md")),
     json_file: Path | None = _output("All figures.", "--json FILE"),
     quiet: Quiet = False,
@@ -93,7 +88,7 @@ def share(
     bough share model.gguf --markdown my-card.md
     """
     screen = view.Screen(quiet=quiet)
-    target, config = _chosen(model, speculating, cache, engine, screen)
+    target, config = _chosen(model, speculating, engine, screen)
     from bough.bench import share as page
     from bough.session.loading import load_session
 
@@ -111,14 +106,13 @@ def share(
 def _chosen(
     model: str | None,
     speculating: SpeculationOptions,
-    cache: KVCacheOptions,
     engine: EngineOptions,
     screen: view.Screen,
 ) -> tuple[Chosen, EngineConfig]:
     speculation.check(speculating)
     with screen.waiting("Starting PyTorch"), held():
         import torch  # noqa: F401
-    choice = choose(model, speculating, engine, cache, screen, costs=False)
+    choice = choose(model, speculating, engine, screen, costs=False)
     return choice.target, choice.engine
 
 

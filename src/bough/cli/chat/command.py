@@ -14,7 +14,6 @@ from bough.cli.loading import load as load_session
 from bough.cli.options import (
     MODEL_HELP,
     EngineOptions,
-    KVCacheOptions,
     ModelName,
     Only,
     Quiet,
@@ -73,7 +72,6 @@ def chat(
     sampling: ChatSamplingOptions,
     speculating: SpeculationOptions,
     engine: EngineOptions,
-    cache: KVCacheOptions,
     quiet: Quiet = False,
 ) -> None:
     """Talk with a model.
@@ -89,14 +87,14 @@ def chat(
     speculation.check(speculating)
     sampling.check(screen, system=beginning.system)
     conversation, settings = _begin(beginning, sampling)
-    engine.config(cache)  # refuses what contradicts itself, before anything is fetched
+    engine.config()  # refuses what contradicts itself, before anything is fetched
     models: ModelSource
     if remote.url is not None:
-        check_remote(engine, cache)
+        check_remote(engine)
         speculation.check_remote(speculating)
         models = remote_models(remote.url, remote.api_key or environment().api_key, screen)
     else:
-        models = local_models(speculating, engine, cache, think=beginning.think, screen=screen)
+        models = local_models(speculating, engine, think=beginning.think, screen=screen)
     converse(models, model or None, conversation, settings, screen=screen, quiet=quiet, path=beginning.load)
 
 
@@ -156,7 +154,6 @@ def remote_models(url: str, key: str | None, screen: view.Screen) -> "ModelSourc
 def local_models(
     options: SpeculationOptions,
     engine: EngineOptions,
-    cache: KVCacheOptions,
     *,
     think: bool | None,
     screen: view.Screen,
@@ -164,7 +161,7 @@ def local_models(
     """Return models that are loaded here, all with the same options; one that is not here is fetched."""
 
     def find(name: str | None) -> "Callable[[], Backend]":
-        return partial(load, choose(name, options, engine, cache, screen, think=think))
+        return partial(load, choose(name, options, engine, screen, think=think))
 
     def load(choice: Choice) -> "Backend":
         from bough.cli.chat.backend import LocalBackend
