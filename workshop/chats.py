@@ -93,7 +93,7 @@ def regenerated(llm: LLM, question: str, count: int, n_gen: int) -> list[str]:
     backend = LocalBackend(llm.session, config, name=llm.name)
     settings = ChatSettings({"seed": 1, "max_tokens": n_gen})
     conversation = Conversation(messages=[Message("user", question)])
-    chat = Chat(backend, conversation, settings, screen=view.Screen(), quiet=True)
+    chat = Chat(backend, conversation, settings, screen=view.Screen(quiet=True))
     answers = []
     for _ in range(count + 1):
         chat.regenerate()

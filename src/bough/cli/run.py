@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bough.cli import report, speculation, view
-from bough.cli.chat.command import converse, local_models
+from bough.cli.chat.command import ConversationOptions, converse, local_models
 from bough.cli.command import INTERRUPTED
 from bough.cli.interrupt import Interrupt, held
 from bough.cli.loading import Choice, choose, load
@@ -40,7 +40,6 @@ from bough.session.collected import GeneratedOutput
 from bough.session.events import Finished
 
 if TYPE_CHECKING:
-    from bough.cli.chat.conversation import ChatSettings, Conversation
     from bough.session.session import Session, TextRequest
 
 BEGINNING = 64 << 10  # bytes of a file, by which a text is told from other files
@@ -162,7 +161,10 @@ def run(
     text = _read_prompt(prompt, screen)
     if text is None and _on_terminal() and output == OutputOptions(quiet=output.quiet) and not prompt.raw:
         loader = local_models(speculating, engine, think=prompt.think, screen=screen)
-        return converse(loader, model, *_beginning(prompt, sampling), screen=screen, quiet=output.quiet)
+        if sampling.logit_bias:
+            raise UsageError("--logit-bias needs a prompt: a chat has no such setting")
+        beginning = ConversationOptions(prompt.system, think=prompt.think)
+        return converse(loader, model, beginning, sampling, screen=screen)
     if text is None:
         raise UsageError("there is no prompt", f"bough run MODEL TEXT; {CHAT_HINT}")
     engine = replace(engine, prefix_cache=None if engine.prefix_cache_dir else 0)
@@ -214,19 +216,6 @@ def _show_kept(request: "TextRequest") -> None:
 
 def _on_terminal() -> bool:
     return all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout))
-
-
-def _beginning(prompt: PromptOptions, sampling: SamplingOptions) -> "tuple[Conversation, ChatSettings]":
-    """Return an empty conversation with the settings of the command line."""
-    from bough.cli.chat.conversation import ChatSettings, Conversation
-
-    values = sampling.given()
-    if values.pop("logit_bias", None) is not None:
-        raise UsageError("--logit-bias needs a prompt: a chat has no such setting")
-    settings = ChatSettings(values, sampling.stops, prompt.think)
-    if sampling.limit is not None:
-        settings.values["max_tokens"] = sampling.limit
-    return Conversation(prompt.system), settings
 
 
 def _read_prompt(options: PromptOptions, screen: view.Screen) -> str | None:

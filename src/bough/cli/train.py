@@ -3,7 +3,6 @@
 import contextlib
 import shlex
 import signal
-import sys
 import time
 from dataclasses import MISSING, dataclass
 from enum import StrEnum
@@ -131,7 +130,7 @@ def train(
     show_warnings(screen)
     with screen.waiting("Starting PyTorch"), held():
         from bough.train.draft_run import train_draft
-    progress = _Progress(screen, quiet=quiet)
+    progress = _Progress(screen)
     with Interrupt(signal.SIGTERM, patience_s=None) as stop, progress:
         result = train_draft(
             _job(path, output, text, draft, training),
@@ -198,9 +197,8 @@ def _target(name: str, output: Path, *, offline: bool, screen: view.Screen) -> P
 
 
 class _Progress:
-    def __init__(self, screen: view.Screen, *, quiet: bool):
+    def __init__(self, screen: view.Screen):
         self._screen = screen
-        self._on_terminal = not quiet and sys.stderr.isatty()
         self._bars = contextlib.ExitStack()
         self._bar: view.Bar | None = None
         self._phase = ""
@@ -243,10 +241,10 @@ class _Progress:
         return self._bar
 
     def _clocked(self, label: str) -> view.Bar:
-        return view.Bar(label, [BarColumn(), TimeRemainingColumn(compact=True)], shown=self._on_terminal)
+        return view.Bar(label, [BarColumn(), TimeRemainingColumn(compact=True)], shown=self._screen.draws)
 
     def _note(self, text: str) -> None:
-        if not self._on_terminal and time.monotonic() - self._noted > _NOTES_EVERY_S:
+        if not self._screen.draws and time.monotonic() - self._noted > _NOTES_EVERY_S:
             self._noted = time.monotonic()
             self._screen.note(text)
 

@@ -366,45 +366,44 @@ class Screen:
     """Progress, notices and statistics on standard error; none of them when `quiet`."""
 
     def __init__(self, *, quiet: bool = False, notes: bool = True):
-        self._quiet = quiet
-        self.takes_notes = notes and not quiet
-        self._progress = not quiet and sys.stderr.isatty()
+        self.quiet, self.takes_notes = quiet, notes and not quiet
+        self.draws = not quiet and sys.stderr.isatty()  # progress
 
     def note(self, text: str) -> None:
         if self.takes_notes:
             _say(text, GREY)
 
     def warning(self, text: str, command: str) -> None:
-        if not self._quiet:
+        if not self.quiet:
             _labelled(("warning", text, "bold yellow"), ("hint", command, "bold cyan"))
 
     def notice(self, text: str) -> None:
-        if not self._quiet:
+        if not self.quiet:
             _say(text, "yellow")
 
     def statistics(self, line: str) -> None:
-        if not self._quiet:
+        if not self.quiet:
             _say(line, GREY, whole=True)
 
     def waiting(self, label: str) -> Bar:
-        return Bar(label, [SpinnerColumn()], shown=self._progress)
+        return Bar(label, [SpinnerColumn()], shown=self.draws)
 
     def loading(self, label: str) -> Bar:
-        return Bar(label, [_bar(), _Amount(_bytes)], shown=self._progress)
+        return Bar(label, [_bar(), _Amount(_bytes)], shown=self.draws)
 
     def reading(self, label: str) -> Bar:
-        return Bar(label, [_bar(), _Amount(_tokens)], shown=self._progress)
+        return Bar(label, [_bar(), _Amount(_tokens)], shown=self.draws)
 
     def converting(self, label: str) -> Bar:
-        return Bar(label, [_bar(), _Amount(_tensors)], shown=self._progress)
+        return Bar(label, [_bar(), _Amount(_tensors)], shown=self.draws)
 
     def counting(self, label: str) -> Bar:
-        return Bar(label, [_bar(), MofNCompleteColumn()], shown=self._progress)
+        return Bar(label, [_bar(), MofNCompleteColumn()], shown=self.draws)
 
     def downloading(self, what: str) -> DownloadBar:
         size = _Amount(_bytes)
         columns = [_bar(), size, TimeRemainingColumn(compact=True)]
-        return DownloadBar(what, columns, shown=self._progress, screen=self)
+        return DownloadBar(what, columns, shown=self.draws, screen=self)
 
 
 def _bar() -> BarColumn:

@@ -86,7 +86,6 @@ def chat(
     screen = view.Screen(quiet=quiet)
     speculation.check(speculating)
     sampling.check(screen, system=beginning.system)
-    conversation, settings = _begin(beginning, sampling)
     engine.config()  # refuses what contradicts itself, before anything is fetched
     models: ModelSource
     if remote.url is not None:
@@ -95,26 +94,25 @@ def chat(
         models = remote_models(remote.url, remote.api_key or environment().api_key, screen)
     else:
         models = local_models(speculating, engine, think=beginning.think, screen=screen)
-    converse(models, model or None, conversation, settings, screen=screen, quiet=quiet, path=beginning.load)
+    converse(models, model or None, beginning, sampling, screen=screen)
 
 
 def converse(
     models: "ModelSource",
     model: str | None,
-    conversation: "Conversation",
-    settings: "ChatSettings",
+    beginning: ConversationOptions,
+    sampling: SamplingOptions,
     *,
     screen: view.Screen,
-    quiet: bool,
-    path: Path | None = None,
 ) -> None:
-    """Load a model and hold a conversation with it. path: the file that the conversation is from."""
+    """Load a model and hold a conversation with it."""
     from bough.cli.chat.loop import Chat
 
+    conversation, settings = _begin(beginning, sampling)
     load = models(model)
     backend = load()
     backend.check(settings)
-    chat = Chat(backend, conversation, settings, screen=screen, quiet=quiet, path=path)
+    chat = Chat(backend, conversation, settings, screen=screen, path=beginning.load)
     chat.models, chat.reload = models, load
     if code := chat.run():
         raise typer.Exit(code)

@@ -46,7 +46,6 @@ class Chat:
         settings: ChatSettings,
         *,
         screen: view.Screen,
-        quiet: bool = False,
         path: Path | None = None,
     ):
         """Hold a conversation; path: the file it was loaded from."""
@@ -59,7 +58,6 @@ class Chat:
         self.path = path  # where it was last saved or loaded
         self.ended: ReplyEnd | None = None
         self._last: LastReply | None = None
-        self._quiet = quiet
         self._terminal = on_terminal()
         self._exit_code = 0
         self.models: ModelSource | None = None  # for /model
@@ -220,7 +218,7 @@ class Chat:
 
     def _answer(self, seed: int, warmth: int = 0) -> None:
         settings = replace(self.settings, values={**self.settings.values, **WARMER[warmth]})
-        reply = TerminalReply() if self._terminal else PlainReply(quiet=self._quiet)
+        reply = TerminalReply() if self._terminal else PlainReply(quiet=self.screen.quiet)
         stop = Interrupt(patience_s=0 if self.backend.breakable else None)
         received, ended = GeneratedOutput(), None
         failure: BoughError | None = None
