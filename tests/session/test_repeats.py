@@ -7,13 +7,15 @@ from typing import Any
 import pytest
 
 from bough.config import DraftConfig, EngineConfig, SpecConfig
+from bough.engine.events import Failed
 from bough.engine.sampler import SamplingParams
 from bough.hub.catalog import named
 from bough.session.constraint import ConstraintSpec, TokenConstraint
+from bough.session.events import Finished
 from bough.session.loading import load_session
 from bough.session.prompts import Prompts
 from bough.session.repeats import Repeats
-from bough.session.requests import Failed, Finished, Grammar, TextRequest
+from bough.session.requests import Grammar, TextRequest
 from bough.session.session import ANSWER_LOOPED, Session
 from bough.text.tokenizer import Tokenizer
 from tests.session.test_constrained import session
