@@ -55,7 +55,14 @@ from bough.kernels.quant_matmul import (
     unpack,
     with_int8,
 )
-from bough.kernels.sampling import RowOwners, SamplingState, make_workspace, rank_rows, sample_rows
+from bough.kernels.sampling import (
+    RowOwners,
+    SampledRows,
+    SamplingState,
+    make_workspace,
+    rank_rows,
+    sample_rows,
+)
 from bough.kernels.sampling import state as plain_sampling
 from bough.kernels.slot_mapping import reference as mapping_reference
 
@@ -689,11 +696,11 @@ def _sample(random: Random, vocabulary: int, options: dict[str, Any]) -> Work:
     tokens, positions = random.integers(vocabulary, rows), random.integers(1 << 40, rows)
     ancestors = random_trees(rows, device=random.device).ancestors[0]
     owners, state = RowOwners.one(0, rows, random.device), _requests(random, rows, vocabulary, options)
-    inputs = (logits, positions, tokens, ancestors, owners, state)
+    sampled = SampledRows(logits, positions, tokens, owners, ancestors)
     workspace = make_workspace(rows, vocabulary, random.device)
     return Work(
-        lambda: [sample_rows(*inputs, workspace).clone()],
-        lambda: [plain_sampling.sample_rows(*inputs)],
+        lambda: [sample_rows(sampled, state, workspace).clone()],
+        lambda: [plain_sampling.sample_rows(sampled, state)],
         _EXACT,
         read=logits.nbytes,
     )
@@ -703,7 +710,7 @@ def _ranking(random: Random, vocabulary: int) -> Work:
     rows, count = 15, 24
     logits, positions = 3 * random.normal(rows, vocabulary), random.integers(1 << 40, rows)
     anchors, owners = random.integers(vocabulary, rows), RowOwners.one(0, rows, random.device)
-    inputs = (logits, positions, anchors, owners, count, _requests(random, rows, vocabulary, {}))
+    inputs = (SampledRows(logits, positions, anchors, owners), count, _requests(random, rows, vocabulary, {}))
     workspace = make_workspace(rows, vocabulary, random.device)
     return Work(
         lambda: rank_rows(*inputs, workspace),
