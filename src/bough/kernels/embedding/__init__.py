@@ -6,8 +6,6 @@ from bough.gguf.quants import dequantise
 from bough.gguf.types import QuantType
 from bough.kernels.runtime.backends import runs
 
-__all__ = ["embed"]
-
 
 def embed(data: Tensor, type: QuantType, tokens: Tensor) -> Tensor:
     """Return rows `tokens` [...] of data [V, row bytes]: float32 [..., K]."""

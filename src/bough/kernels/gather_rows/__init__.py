@@ -2,8 +2,6 @@
 
 from torch import Tensor
 
-__all__ = ["gather_rows"]
-
 
 def gather_rows(table: Tensor, rows: Tensor) -> Tensor:
     """Return rows int64 [...] of table uint8 [V, n]: [..., n] on the device of `rows`."""

@@ -18,19 +18,6 @@ from bough.kernels.native import library
 from bough.kernels.native.library import INT8, INT16, NativeMatrix, NativeProposal, NativeRotation
 from bough.kernels.native.memory import WeightMemory
 
-__all__ = [
-    "INT8",
-    "INT16",
-    "Library",
-    "PackedMatrix",
-    "argmax_rows",
-    "best_tree",
-    "has_kind",
-    "packed_bytes",
-    "rank_rows",
-    "unavailable",
-]
-
 
 def unavailable() -> str | None:
     """Return why there is no native code for this machine; None: there is."""

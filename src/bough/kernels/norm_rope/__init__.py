@@ -14,21 +14,6 @@ from bough.kernels.quant_matmul.partial_sums import PartialSums, RowScaled, Unfi
 from bough.kernels.quant_matmul.rows import PackedRows
 from bough.kernels.runtime.op import op
 
-__all__ = [
-    "add_rms_norm",
-    "cache_heads",
-    "gated_rms_norm",
-    "head_rope",
-    "l2_norm",
-    "ring_heads",
-    "rms_norm",
-    "rope",
-    "rope_angles",
-    "silu_mul",
-    "silu_rows",
-]
-
-
 rms_norm = op(reference.rms_norm, "norms", triton="triton_kernels")
 head_rope = op(reference.head_rope, "norms", triton="triton_kernels")
 cache_heads = op(reference.cache_heads, "KV cache", triton=".kv_cache.triton_kernels")

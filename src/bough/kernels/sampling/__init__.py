@@ -9,21 +9,6 @@ from bough.kernels.sampling.reference import filtered, gumbel, philox, rank, sam
 from bough.kernels.sampling.state import NoiseCache, RowOwners, SampledRows, SamplingState
 from bough.kernels.sampling.workspace import Workspace
 
-__all__ = [
-    "RowOwners",
-    "SampledRows",
-    "SamplingState",
-    "filtered",
-    "gumbel",
-    "make_workspace",
-    "penalised",
-    "philox",
-    "rank",
-    "rank_rows",
-    "sample",
-    "sample_rows",
-]
-
 MAX_CANDIDATES = 32
 
 

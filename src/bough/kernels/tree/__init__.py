@@ -16,8 +16,6 @@ from bough.kernels import native
 from bough.kernels.tree import reference
 from bough.kernels.tree.reference import Correction
 
-__all__ = ["MAX_ROWS", "Acceptance", "Correction", "accept_path", "best_tree", "pack_tree"]
-
 MAX_ROWS = 64  # of a tree: the ancestors of a row are the bits of one 64-bit word
 _HEADER = 4  # count, next token, last row, its ancestor bits
 
