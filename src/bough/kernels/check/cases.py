@@ -523,10 +523,11 @@ def _best_tree(random: Random) -> Work:
     ids = torch.stack([random.order(40)[:width] for _ in range(depths)])[None]
     scores = (2 * random.normal(1, depths, width)).log_softmax(-1)
     chains, chain_scores = random.integers(40, 1, 1, depths), -random.uniform(1, 1, depths)
-    parts = (random.integers(40, 1), ids, scores, chains, chain_scores)
+    anchors, parts = random.integers(40, 1), (ids, scores, chains, chain_scores)
 
     def compute(device: torch.device) -> Outputs:
-        packed, weights = tree.best_tree(*(part.to(device) for part in parts), nodes=22, rows=24, spine=-4.0)
+        candidates = tree.Candidates(*(part.to(device) for part in parts))
+        packed, weights = tree.best_tree(anchors.to(device), candidates, tree.TreeForm(22, 24, -4.0))
         tokens, parents, ancestors, _ = (row.contiguous() for row in packed[0])
         sampled = torch.roll(tokens, -1)
         tables = {"slots": [0], "limits": [64]}

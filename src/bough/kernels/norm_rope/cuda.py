@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bough.kernels.quant_matmul import cuda as matmuls
-from bough.kernels.quant_matmul.partial_sums import PartialSums
+from bough.kernels.quant_matmul.partial_sums import PartialSums, RowScaled, Unfinished
 from bough.kernels.quant_matmul.rows import BUCKETS, PackedRows, empty_rows
 from bough.kernels.runtime import sources
 from bough.kernels.runtime.backends import runs
@@ -130,8 +130,24 @@ def _board(shape: NormShape, device: torch.device) -> Tensor:
     return torch.zeros(BUCKETS[-1], shape.cluster, 2, dtype=torch.int64, device=device)
 
 
+def takes_add_rms_norm(
+    x: Tensor, add: Tensor | Unfinished | None, weight: Tensor, eps: float, *, pack: bool = False
+) -> bool:
+    return pack and not isinstance(add, RowScaled) and (isinstance(add, PartialSums) or takes(x, add))
+
+
+def takes_gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, pack: bool = False) -> bool:
+    return pack and takes(x.flatten(-2), gate, head=x.shape[-1])
+
+
+def takes_silu_mul(gate: Tensor | Unfinished, up: Tensor | Unfinished, *, pack: bool = False) -> bool:
+    if isinstance(gate, RowScaled) or isinstance(up, RowScaled):
+        return False
+    return pack and (isinstance(gate, PartialSums) or isinstance(up, PartialSums) or takes(gate, up))
+
+
 def add_rms_norm(
-    x: Tensor, add: Tensor | PartialSums | None, weight: Tensor, eps: float
+    x: Tensor, add: Tensor | PartialSums | None, weight: Tensor, eps: float, *, pack: bool = True
 ) -> tuple[Tensor, PackedRows]:
     """See reference.add_rms_norm."""
     shape = shape_of(NORM, x.shape[-1])
@@ -141,13 +157,13 @@ def add_rms_norm(
     return total, _launch(shape, x, add, weight=weight, total=total, eps=eps)
 
 
-def silu_mul(gate: Tensor | PartialSums, up: Tensor | PartialSums) -> PackedRows:
+def silu_mul(gate: Tensor | PartialSums, up: Tensor | PartialSums, *, pack: bool = True) -> PackedRows:
     """See reference.silu_mul."""
     like = gate.out if isinstance(gate, PartialSums) else gate
     return _launch(shape_of(SILU, like.shape[-1]), gate, up)
 
 
-def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> PackedRows:
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, pack: bool = True) -> PackedRows:
     """See reference.gated_rms_norm."""
     heads = x.flatten(-2)
     shape = shape_of(GATED, heads.shape[-1], x.shape[-1])

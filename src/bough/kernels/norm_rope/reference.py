@@ -9,6 +9,10 @@ from torch.nn.functional import silu
 from bough.kernels.kv_cache.format import HeadPool
 from bough.kernels.kv_cache.reference import encode
 from bough.kernels.kv_cache.rotation import rotate
+from bough.kernels.quant_matmul.partial_sums import Unfinished
+from bough.kernels.quant_matmul.rows import PackedRows
+
+_PACKED = "rows are packed, and unfinished ones completed, on GPUs alone"
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -16,19 +20,28 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
 
 
-def add_rms_norm(x: Tensor, add: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return the residual stream x [..., D] plus `add`, and its norm."""
+def add_rms_norm(
+    x: Tensor, add: Tensor | Unfinished | None, weight: Tensor, eps: float, *, pack: bool = False
+) -> tuple[Tensor, Tensor | PackedRows]:
+    """Return the residual stream x [..., D] plus `add`, which `pack` completes, and its norm."""
+    assert not pack and not isinstance(add, Unfinished), _PACKED
     total = x if add is None else x + add
     return total, rms_norm(total, weight, eps)
 
 
-def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+def gated_rms_norm(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, pack: bool = False
+) -> Tensor | PackedRows:
     """Return x [B, T, H, D] normed by head, times silu of gate [B, T, H * D]: [B, T, H * D]."""
+    assert not pack, _PACKED
     return (rms_norm(x, weight, eps) * silu(gate.unflatten(-1, x.shape[-2:]))).flatten(-2)
 
 
-def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+def silu_mul(
+    gate: Tensor | Unfinished, up: Tensor | Unfinished, *, pack: bool = False
+) -> Tensor | PackedRows:
     """Return silu(gate) * up."""
+    assert not pack and not isinstance(gate, Unfinished) and not isinstance(up, Unfinished), _PACKED
     return silu(gate) * up
 
 

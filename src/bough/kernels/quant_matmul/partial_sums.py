@@ -11,6 +11,7 @@ a second pass over it: 108 of the 885 ms of 8,192 tokens of a 27B on an H200. Th
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 
@@ -24,6 +25,10 @@ class PartialSums:
     share: int
     extra: int
     first: int = 0  # column of the whole output where these begin
+
+    @property
+    def device(self) -> torch.device:
+        return self.out.device
 
     @property
     def rows(self) -> int:
@@ -64,6 +69,10 @@ class RowScaled:
 
     out: Tensor  # float32 [rows, columns]
     scale: Tensor  # float32 [rows]: powers of two
+
+    @property
+    def device(self) -> torch.device:
+        return self.out.device
 
     def split(self, sizes: Sequence[int]) -> list["RowScaled"]:
         """Return adjacent ranges of columns."""

@@ -5,7 +5,7 @@ from functools import cache, wraps
 from importlib import import_module
 from typing import ParamSpec, TypeVar
 
-from torch import Tensor
+import torch
 
 from bough.kernels.runtime.backends import Backend, runs
 
@@ -24,7 +24,7 @@ def op(reference: Callable[P, R], operation: str, **modules: str) -> Callable[P,
 
     @wraps(reference)
     def dispatch(*args: P.args, **kwargs: P.kwargs) -> R:
-        device = next(arg.device for arg in args if isinstance(arg, Tensor))
+        device: torch.device = next(device for arg in args if (device := getattr(arg, "device", None)))
         if device.type == "cuda":
             for backend, module in modules.items():
                 if runs(operation, _backend(backend), device):
