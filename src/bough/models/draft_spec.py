@@ -40,12 +40,7 @@ SHARED_TENSORS = ("token_embd.weight", "output.weight")
 OWN_IDS, _OWN_HEAD = "d2t", "output.weight"
 # Settings that change the backbone's computation, or the position that a row predicts, without a tensor of
 # their own; with the only supported value.
-_FIXED = {
-    "hidden_act": "silu",
-    "partial_rotary_factor": 1.0,
-    "use_swa": False,
-    "shift_label": False,
-}
+_FIXED = {"hidden_act": "silu", "partial_rotary_factor": 1.0, "use_swa": False, "shift_label": False}
 # Whether rows of a block see only those before them, as z-lab, others and JetSpec spell it.
 _CAUSAL = ("is_causal", "causal", "causal_head")
 # Settings that change nothing here: of training, of the library that wrote the file, or said by the tensors.

@@ -268,10 +268,7 @@ def partial_matmul(x: PackedRows, weight: PackedWeight) -> PartialSums:
 
 
 def matmuls(
-    x: PackedRows,
-    weights: Sequence[PackedWeight],
-    outs: Sequence[Tensor],
-    tiling: Tiling | None = None,
+    x: PackedRows, weights: Sequence[PackedWeight], outs: Sequence[Tensor], tiling: Tiling | None = None
 ) -> None:
     """Multiply the same x with several matrices, in launches that overlap; `tiling` overrides the device's.
 
@@ -304,8 +301,7 @@ def _launch(
     numbers = (*sizes, share, extra, position, int(partial_sums))
     choice = tiling or tilings_of(out.device)[x.bucket]
     variant(weight.layout, x.bucket, choice, out.device, grouped=x.grouped).matmul(
-        (grid, 1),
-        [weight.data, weight.row_scale, x.data, x.scale, out, parts, *map(c_int, numbers)],
+        (grid, 1), [weight.data, weight.row_scale, x.data, x.scale, out, parts, *map(c_int, numbers)]
     )
 
 

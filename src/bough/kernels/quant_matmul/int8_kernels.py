@@ -10,13 +10,7 @@ from torch import Tensor
 from bough.kernels.quant_matmul.int8 import GROUP, ROW_TILE, Int8Matrix, empty_int8
 from bough.kernels.quant_matmul.layout import ROW_BLOCK, PackedWeight
 from bough.kernels.quant_matmul.rows import PackedRows
-from bough.kernels.quant_matmul.triton_kernels import (
-    _fields,
-    _low,
-    _weights,
-    constants,
-    table_of,
-)
+from bough.kernels.quant_matmul.triton_kernels import _fields, _low, _weights, constants, table_of
 from bough.kernels.runtime.device import capability_of
 
 _REQUANTISED_ROWS = 64  # of a program
