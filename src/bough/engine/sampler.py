@@ -12,15 +12,8 @@ from torch import Tensor
 
 from bough.errors import UsageError
 from bough.kernels.native import argmax_rows
-from bough.kernels.sampling import (
-    RowOwners,
-    SampledRows,
-    SamplingState,
-    make_workspace,
-    rank_rows,
-    sample_rows,
-)
-from bough.kernels.sampling.state import NoiseCache
+from bough.kernels.sampling import SampledRows, make_workspace, rank_rows, sample_rows
+from bough.kernels.sampling.state import NoiseCache, RowOwners, SamplingState
 from bough.kernels.sampling.workspace import Workspace
 from bough.models.step import Step
 
@@ -157,8 +150,8 @@ class Sampler:
         assert step.ancestors is not None
         if not logits.is_cuda and step.first is None and self._state.argmax[int(step.slots)]:
             return argmax_rows(logits)
-        tree = (step.positions.flatten() + 1, step.tokens.flatten(), step.row_owners())
-        rows = SampledRows(logits.contiguous(), *tree, step.ancestors.flatten())
+        tree = (step.tokens.flatten(), step.row_owners(), step.ancestors.flatten())
+        rows = SampledRows(logits.contiguous(), step.positions.flatten() + 1, *tree)
         return sample_rows(rows, self._state, self._workspace)
 
     def sample_first(self, logits: Tensor, slot: int, position: int) -> Tensor:
@@ -186,10 +179,8 @@ class Ranking:
         """
         shape = logits.shape[:2]
         starts = torch.arange(len(slots), device=slots.device)
-        owners = RowOwners(
-            *(part[:, None].expand(shape).reshape(-1).contiguous() for part in (slots, starts))
-        )
-        tables = (positions.flatten(), anchors.contiguous(), owners)
+        slots, starts = (part[:, None].expand(shape).reshape(-1).contiguous() for part in (slots, starts))
+        tables = (positions.flatten(), anchors.contiguous(), RowOwners(slots, starts))
         rows = SampledRows(logits.flatten(0, 1).contiguous(), *tables)
         ids, scores = rank_rows(rows, count, self._state, self._workspace)
         return ids.unflatten(0, shape), scores.unflatten(0, shape)

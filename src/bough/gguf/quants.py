@@ -40,7 +40,7 @@ class Fields:
 
 
 @dataclass(frozen=True, slots=True)
-class _Blocks:
+class _Format:
     """How the fields of blocks [N, blocks, bytes] are read, and which values the codes stand for."""
 
     read: Callable[[Tensor], Fields]
@@ -369,27 +369,27 @@ _FLOATS: dict[QuantType, torch.dtype] = {
     QuantType.BF16: torch.bfloat16,
 }
 
-_FIELDS: dict[QuantType, _Blocks] = {
-    QuantType.Q8_0: _Blocks(_q8_0, 128),
-    QuantType.Q4_0: _Blocks(_q4_0, 8),
-    QuantType.Q4_1: _Blocks(_q4_1),
-    QuantType.Q5_0: _Blocks(_q5_0, 16),
-    QuantType.Q5_1: _Blocks(_q5_1),
-    QuantType.Q2_K: _Blocks(_q2_k),
-    QuantType.Q3_K: _Blocks(_q3_k, 4),
-    QuantType.Q4_K: _Blocks(_q4_k),
-    QuantType.Q5_K: _Blocks(_q5_k),
-    QuantType.Q6_K: _Blocks(_q6_k, 32),
-    QuantType.IQ4_NL: _Blocks(_q4_0, table=IQ4_VALUES),
-    QuantType.IQ4_XS: _Blocks(_iq4_xs, table=IQ4_VALUES),
-    QuantType.MXFP4: _Blocks(_mxfp4, table=FP4_VALUES),
-    QuantType.NVFP4: _Blocks(_nvfp4, table=FP4_VALUES),
-    QuantType.TQ1_0: _Blocks(_ternary((0, 32, 5), (32, 48, 5), (48, 52, 4)), 1),
-    QuantType.TQ2_0: _Blocks(_tq2_0, 1),
-    QuantType.Q1_0: _Blocks(_q1_0, 1),
-    QuantType.Q2_0: _Blocks(_q2_0, 1),
-    QuantType.PQ2_0: _Blocks(_q2_0, 1),
-    QuantType.PTQ1_0: _Blocks(_ternary((0, 16, 5), (16, 24, 5), (24, 26, 4)), 1),
+_FIELDS: dict[QuantType, _Format] = {
+    QuantType.Q8_0: _Format(_q8_0, 128),
+    QuantType.Q4_0: _Format(_q4_0, 8),
+    QuantType.Q4_1: _Format(_q4_1),
+    QuantType.Q5_0: _Format(_q5_0, 16),
+    QuantType.Q5_1: _Format(_q5_1),
+    QuantType.Q2_K: _Format(_q2_k),
+    QuantType.Q3_K: _Format(_q3_k, 4),
+    QuantType.Q4_K: _Format(_q4_k),
+    QuantType.Q5_K: _Format(_q5_k),
+    QuantType.Q6_K: _Format(_q6_k, 32),
+    QuantType.IQ4_NL: _Format(_q4_0, table=IQ4_VALUES),
+    QuantType.IQ4_XS: _Format(_iq4_xs, table=IQ4_VALUES),
+    QuantType.MXFP4: _Format(_mxfp4, table=FP4_VALUES),
+    QuantType.NVFP4: _Format(_nvfp4, table=FP4_VALUES),
+    QuantType.TQ1_0: _Format(_ternary((0, 32, 5), (32, 48, 5), (48, 52, 4)), 1),
+    QuantType.TQ2_0: _Format(_tq2_0, 1),
+    QuantType.Q1_0: _Format(_q1_0, 1),
+    QuantType.Q2_0: _Format(_q2_0, 1),
+    QuantType.PQ2_0: _Format(_q2_0, 1),
+    QuantType.PTQ1_0: _Format(_ternary((0, 16, 5), (16, 24, 5), (24, 26, 4)), 1),
 }
 # Of types with a code book.
 _DECODERS: dict[QuantType, Callable[[Tensor], Tensor]] = {

@@ -38,7 +38,6 @@ class DraftPaths:
     values: Tensor
 
     def select(self, rows: Tensor) -> "DraftPaths":
-        """Return the paths at indices [W]."""
         return DraftPaths(self.keys[rows], self.values[rows])
 
 

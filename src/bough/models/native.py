@@ -167,7 +167,6 @@ class NativeLoader(WeightLoader):
         return layer
 
     def norm(self, block: str, name: str, size: int) -> int:
-        """Return the address of a norm's weights."""
         return self.address(self.vector(f"{block}.{name}.weight", size))
 
 
@@ -240,7 +239,6 @@ class NativeDecoder:
 
     @property
     def packed_bytes(self) -> int:
-        """Return the bytes of all weights."""
         return sum(part.nbytes for part in self._held) - self._frequencies.nbytes
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -256,13 +254,11 @@ class NativeDecoder:
         return self.library.matmul(self._head, hidden, mode=INT8)
 
     def head_rows(self, tokens: Tensor) -> Tensor:
-        """See Target."""
         return self.library.embed(self._head, tokens)
 
     def forward(
         self, step: Step, buffers: Buffers, *, taps: Sequence[int] = (), tapped: int | None = None
     ) -> Output:
-        """See Decoder.forward."""
         hidden = torch.empty(*step.tokens.shape, self.spec.width)
         return Output(hidden, self._run(step, buffers, taps, tapped, hidden=hidden))
 

@@ -94,7 +94,6 @@ class NativeDraft(DFlashDraft):
         count: Tensor,
         after: Tensor | None = None,
     ) -> None:
-        """See DFlashDraft.commit."""
         first = buffers.lengths[slots] if after is None else buffers.lengths[slots] + after
         for b, rows in enumerate(count.tolist()):
             if rows:
@@ -104,7 +103,6 @@ class NativeDraft(DFlashDraft):
     def block(
         self, embeddings: Tensor, slots: Tensor, buffers: DraftBuffers, anchors: Tensor | None = None
     ) -> Tensor:
-        """See DFlashDraft.block."""
         x = (embeddings * self.spec.embedding_scale).contiguous()
         hidden = torch.empty_like(x)
         for b, slot in enumerate(slots.tolist()):

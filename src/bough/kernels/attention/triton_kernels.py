@@ -475,7 +475,6 @@ def _type(pool: HeadPool) -> tl.dtype:
 
 
 def takes_paged_attention(q: Tensor, context: PagedContext, **options: object) -> bool:
-    """Return whether the kernel takes them: for a tree."""
     return context.ancestors is not None and takes(context.keys) and takes(context.values)
 
 
@@ -539,7 +538,6 @@ def block_attention(
     window: int | None,
     causal: bool,
 ) -> Tensor:
-    """See cpu.block_attention."""
     q, k, v = (x.contiguous() for x in (q, k, v))
     rows, heads, dim = q.shape[1:]
     kv_heads = k.shape[2]

@@ -55,15 +55,9 @@ from bough.kernels.quant_matmul import (
     unpack,
     with_int8,
 )
-from bough.kernels.sampling import (
-    RowOwners,
-    SampledRows,
-    SamplingState,
-    make_workspace,
-    rank_rows,
-    sample_rows,
-)
+from bough.kernels.sampling import SampledRows, make_workspace, rank_rows, sample_rows
 from bough.kernels.sampling import state as plain_sampling
+from bough.kernels.sampling.state import RowOwners, SamplingState
 from bough.kernels.slot_mapping import reference as mapping_reference
 
 Outputs = Sequence[Tensor]

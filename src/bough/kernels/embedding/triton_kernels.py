@@ -64,7 +64,6 @@ def _embed_kernel(
 
 
 def embed(data: Tensor, type: QuantType, tokens: Tensor) -> Tensor:
-    """See the package's `embed`."""
     assert data.is_contiguous() and data.dtype == torch.uint8, f"{data.dtype}, strides {data.stride()}"
     width = data.shape[1] // type.block_bytes * type.block_elements
     out = torch.empty(*tokens.shape, width, dtype=torch.float32, device=data.device)

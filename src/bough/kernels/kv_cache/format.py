@@ -31,7 +31,6 @@ class KVFormat:
         return self.quantised and sum(self.planes) < 8
 
     def code_bytes(self, dim: int) -> int:
-        """Return the bytes of a row's codes."""
         return dim * (sum(self.planes) if self.dtype is None else 8 * self.dtype.itemsize) // 8
 
     def row_bytes(self, dim: int) -> int:
@@ -90,7 +89,6 @@ class HeadPool:
 
     @property
     def page(self) -> int:
-        """Tokens of a page."""
         return self.codes.shape[-2]
 
     def __getitem__(self, index: int) -> "HeadPool":

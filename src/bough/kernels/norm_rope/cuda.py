@@ -149,7 +149,6 @@ def takes_silu_mul(gate: Tensor | Unfinished, up: Tensor | Unfinished, *, pack: 
 def add_rms_norm(
     x: Tensor, add: Tensor | PartialSums | None, weight: Tensor, eps: float, *, pack: bool = True
 ) -> tuple[Tensor, PackedRows]:
-    """See reference.add_rms_norm."""
     shape = shape_of(NORM, x.shape[-1])
     if add is None:
         return x, _launch(shape, x, None, weight=weight, eps=eps)
@@ -158,13 +157,11 @@ def add_rms_norm(
 
 
 def silu_mul(gate: Tensor | PartialSums, up: Tensor | PartialSums, *, pack: bool = True) -> PackedRows:
-    """See reference.silu_mul."""
     like = gate.out if isinstance(gate, PartialSums) else gate
     return _launch(shape_of(SILU, like.shape[-1]), gate, up)
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, pack: bool = True) -> PackedRows:
-    """See reference.gated_rms_norm."""
     heads = x.flatten(-2)
     shape = shape_of(GATED, heads.shape[-1], x.shape[-1])
     return _launch(shape, heads, gate, weight=weight, eps=eps)

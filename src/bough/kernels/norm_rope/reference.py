@@ -40,7 +40,6 @@ def gated_rms_norm(
 def silu_mul(
     gate: Tensor | Unfinished, up: Tensor | Unfinished, *, pack: bool = False
 ) -> Tensor | PackedRows:
-    """Return silu(gate) * up."""
     assert not pack and not isinstance(gate, Unfinished) and not isinstance(up, Unfinished), _PACKED
     return silu(gate) * up
 

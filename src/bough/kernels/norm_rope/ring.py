@@ -43,7 +43,6 @@ def ring_heads(
     positions: Tensor,
     count: Tensor,
 ) -> None:
-    """See reference.ring_heads."""
     rows, heads, dim = k.shape[1:]
     assert rows <= keys.shape[1], f"{rows} rows, a ring of {keys.shape[1]}"
     k, v = flat_heads(k), flat_heads(v)

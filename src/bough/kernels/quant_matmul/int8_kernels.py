@@ -147,7 +147,6 @@ def quantise_rows(x: PackedRows) -> Int8Matrix:
 
 
 def requantise(weight: PackedWeight, first: int, out: Int8Matrix) -> None:
-    """See int8.requantise."""
     assert first % ROW_BLOCK == 0 and out.columns == weight.padded_columns, (first, out.codes.shape)
     blocks = -(-out.rows // _REQUANTISED_ROWS)
     assert first + blocks * _REQUANTISED_ROWS <= weight.padded_rows, (first, out.rows, weight.padded_rows)
@@ -159,7 +158,6 @@ def requantise(weight: PackedWeight, first: int, out: Int8Matrix) -> None:
 
 
 def matmul(x: Int8Matrix, weight: Int8Matrix, out: Tensor) -> None:
-    """See int8.matmul."""
     sizes = tiles(capability_of(out.device))
     assert ROW_TILE % sizes["BLOCK_M"] == 0 and ROW_TILE % sizes["BLOCK_N"] == 0, sizes
     blocks = triton.cdiv(x.rows, sizes["BLOCK_M"]) * triton.cdiv(weight.rows, sizes["BLOCK_N"])

@@ -39,7 +39,6 @@ class PartialSums:
         return self.out.shape[1]
 
     def split(self, sizes: Sequence[int]) -> list["PartialSums"]:
-        """Return adjacent ranges of columns."""
         firsts = [self.first + sum(sizes[:number]) for number in range(len(sizes))]
         views = self.out.split(list(sizes), 1)
         return [replace(self, out=view, first=first) for view, first in zip(views, firsts, strict=True)]
@@ -75,7 +74,6 @@ class RowScaled:
         return self.out.device
 
     def split(self, sizes: Sequence[int]) -> list["RowScaled"]:
-        """Return adjacent ranges of columns."""
         return [replace(self, out=part) for part in self.out.split(list(sizes), 1)]
 
     def scaled(self) -> Tensor:

@@ -17,8 +17,9 @@ def op(reference: Callable[P, R], operation: str, **modules: str) -> Callable[P,
     """Return a function that calls the first implementation that runs `operation` and takes the arguments.
 
     modules: by backend, in the order in which they are asked, the module beside the reference that has a
-    function of its name. The module's `takes_` and that name, if there is one, decides by the same arguments:
-    by device, types and sizes of heads, never by the number of rows. Else the reference computes.
+    function of its name, which the reference's docstring describes. The module's `takes_` and that name, if
+    there is one, decides by the same arguments: by device, types and sizes of heads, never by the number of
+    rows. Else the reference computes.
     """
     name, package = getattr(reference, "__name__", ""), reference.__module__.rpartition(".")[0]
 

@@ -32,7 +32,6 @@ WORDS = tl.constexpr(workspace.WORDS)
 
 @triton.jit
 def of_slot(numbers, integers, slot):
-    """A slot's parameters."""
     return numbers + slot * 6, integers + slot * 3
 
 

@@ -16,7 +16,6 @@ _CHUNK = 1024
 
 
 def sample_rows(rows: SampledRows, state: SamplingState, workspace: Workspace) -> Tensor:
-    """Launch the kernels of the package's function of this name."""
     launch, work = _Launch(rows, state, workspace), workspace
     assert rows.ancestors is not None
     launch.adjust(rows.ancestors, work.tokens, masks=True, count=0)
@@ -34,7 +33,6 @@ def sample_rows(rows: SampledRows, state: SamplingState, workspace: Workspace) -
 def rank_rows(
     rows: SampledRows, count: int, state: SamplingState, workspace: Workspace
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernels of the package's function of this name."""
     launch, work = _Launch(rows, state, workspace), workspace
     ids = torch.empty(launch.rows, count, dtype=torch.int64, device=rows.logits.device)
     scores = torch.empty(launch.rows, count, device=rows.logits.device)

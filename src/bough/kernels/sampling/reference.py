@@ -47,7 +47,6 @@ def philox(seed: int, token: Tensor, position: Tensor) -> Tensor:
 
 
 def gumbel(seed: int, token: Tensor, position: Tensor) -> Tensor:
-    """Standard Gumbel noise, float32."""
     uniform = ((philox(seed, token, position).double() + 0.5) * 2.0**-32).float()
     # The largest uniforms round to one, whose logarithm would be infinite.
     return -(-torch.log1p(-uniform.clamp(max=1 - 2.0**-24))).log()

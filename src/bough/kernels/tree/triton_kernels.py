@@ -265,7 +265,6 @@ def accept_path_kernel(
 
 
 def best_tree(anchors: Tensor, candidates: Candidates, form: TreeForm) -> tuple[Tensor, Tensor]:
-    """See cpu.best_tree."""
     ids, scores, chains, chain_scores = (part.contiguous() for part in candidates)
     (sequences, depths, width), count, device = ids.shape, chains.shape[1], ids.device
     nodes, rows, correction = form.nodes, form.rows, form.correction
@@ -306,7 +305,6 @@ def accept_path(
     limits: Tensor,
     counts: Tensor,
 ) -> Acceptance:
-    """See cpu.accept_path."""
     rows, sequences = len(tokens), len(slots)
     assert rows <= MAX_ROWS, f"{rows} rows, at most {MAX_ROWS}"
     assert first is not None or sequences == 1, f"{sequences} sequences in one tree"
