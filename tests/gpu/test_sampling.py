@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bough.kernels.sampling import RowOwners, SampledRows, SamplingState, filtered, gumbel, launch
 from bough.kernels.sampling import state as plain
-from bough.kernels.sampling.filters import OPEN
+from bough.kernels.sampling.triton_kernels import OPEN
 from tests.gpu.inputs import DEVICE, INTERPRETED
 from tests.gpu.numerics import captured
 from tests.gpu.sampling_inputs import FILTERS, KINDS, VOCABULARY, random_logits, random_tree, set_request

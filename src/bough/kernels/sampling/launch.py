@@ -4,7 +4,6 @@ import torch
 import triton
 from torch import Tensor
 
-from bough.kernels.sampling import search
 from bough.kernels.sampling import triton_kernels as kernel
 from bough.kernels.sampling.state import MASKED, SampledRows, SamplingState
 from bough.kernels.sampling.workspace import SPLITS, Workspace
@@ -38,7 +37,7 @@ def rank_rows(
     scores = torch.empty(launch.rows, count, device=rows.logits.device)
     launch.adjust(work.roots, work.tokens, masks=False, count=count)
     launch.settle(ids, scores, count=count)
-    search.rank_kernel[launch.search_grid](
+    kernel.rank_kernel[launch.search_grid](
         rows.logits, work.adjusted, work.record, work.arrived, work.kept, rows.positions, rows.owners.slots,
         state.numbers, state.integers, ids, scores, *launch.shape, COUNT=count, **launch.search_options,
     )  # fmt: skip
@@ -85,11 +84,11 @@ class _Launch:
             work.arrived, rows.positions, rows.owners.slots, state.numbers, state.integers, out, scores,
             *self.shape, LIST=work.shortlist, COUNT=count, SPLITS=SPLITS, **self.search_options,
         )  # fmt: skip
-        search.histogram_kernel[self.search_grid](
+        kernel.histogram_kernel[self.search_grid](
             rows.logits, work.adjusted, work.mass, work.count, work.record, work.arrived, rows.owners.slots,
             state.numbers, state.integers, *self.shape, COUNT=count, **self.search_options,
         )  # fmt: skip
-        search.gather_kernel[self.search_grid](
+        kernel.gather_kernel[self.search_grid](
             rows.logits, work.adjusted, work.record, work.arrived, work.found, rows.owners.slots,
             state.numbers, state.integers, *self.shape, work.capacity, COUNT=count, CHUNK=_CHUNK,
             **self.search_options,
