@@ -17,7 +17,7 @@ gated_rms_norm = op(reference.gated_rms_norm, "norms", cuda="cuda", triton="trit
 silu_mul = op(reference.silu_mul, "norms", cuda="cuda", triton="triton_kernels")
 head_rope = op(reference.head_rope, "norms", triton="triton_kernels")
 cache_heads = op(reference.cache_heads, "KV cache", triton=".kv_cache.triton_kernels")
-ring_heads = op(reference.ring_heads, "draft ring", triton="ring")
+ring_heads = op(reference.ring_heads, "draft ring", triton="triton_kernels")
 
 
 def silu_rows(gate: Tensor, up: Tensor) -> PackedRows:

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from bough.kernels.sampling import state as plain
-from bough.kernels.sampling.penalties import penalised
-from bough.kernels.sampling.reference import filtered, gumbel, philox, rank, sample
+from bough.kernels.sampling.reference import filtered, gumbel, penalised, philox, rank, sample
 from bough.kernels.sampling.state import NoiseCache, RowOwners, SampledRows, SamplingState
 from bough.kernels.sampling.workspace import Workspace
 

@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from bough.kernels import native
-from bough.kernels.sampling.penalties import penalised
-from bough.kernels.sampling.reference import SHARPNESS, gumbel, rank, sample
+from bough.kernels.sampling.reference import SHARPNESS, gumbel, penalised, rank, sample
 
 PENALISED, BIASED, MASKED = 1, 2, 4
 _LARGEST = 1e30  # of a score's change, which may be far from 0 at a tiny temperature
