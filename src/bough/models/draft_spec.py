@@ -368,27 +368,17 @@ class DraftSpec:
         return spec
 
     def __post_init__(self) -> None:
-        faults = [
-            (
-                "num_attention_heads",
-                self.heads,
-                self.heads % self.kv_heads == 0,
-                f"a multiple of {self.kv_heads}",
-            ),
-            ("head_dim", self.head_dim, self.head_dim % 2 == 0, "an even number"),
-            (
-                "block_size",
-                self.block_size,
-                MIN_BLOCK <= self.block_size <= MAX_BLOCK,
-                f"between {MIN_BLOCK} and {MAX_BLOCK}",
-            ),
-            ("target_layer_ids", list(self.taps), bool(self.taps) and min(self.taps) >= 0, "layers from 0"),
-        ]
-        if self.second is not None:
-            group = self.second.group
-            faults.append(("conv_group_size", group, self.width % group == 0, f"a divisor of {self.width}"))
-        for key, seen, sound, needed in faults:
-            if not sound:
+        size, group = self.block_size, self.second.group if self.second is not None else 1
+        least = min(self.taps, default=-1)
+        faults = (
+            ("num_attention_heads", self.heads, self.heads % self.kv_heads, f"a multiple of {self.kv_heads}"),
+            ("head_dim", self.head_dim, self.head_dim % 2, "an even number"),
+            ("block_size", size, not MIN_BLOCK <= size <= MAX_BLOCK, f"between {MIN_BLOCK} and {MAX_BLOCK}"),
+            ("target_layer_ids", list(self.taps), least < 0, "layers from 0"),
+            ("conv_group_size", group, self.width % group, f"a divisor of {self.width}"),
+        )
+        for key, seen, wrong, needed in faults:
+            if wrong:
                 raise UnsupportedModel(f"{self.source}: {key} is {seen}, needed {needed}")
 
 
