@@ -12,6 +12,7 @@ from torch.nn.functional import logsigmoid, pad
 from bough.gguf.reader import GGUFFile
 from bough.gguf.types import QuantType
 from bough.kernels.attention import block_attention
+from bough.kernels.kv_cache.format import KVRing
 from bough.kernels.norm_rope import add_rms_norm, head_rope, ring_heads, rms_norm, rope_angles
 from bough.kernels.quant_matmul import PackedRows
 from bough.kernels.tree import MAX_ROWS
@@ -34,6 +35,9 @@ class DraftBuffers:
     values: tuple[Tensor, ...]
     lengths: Tensor  # [slots] int64: number of committed positions
     starts: Tensor  # [slots] int64: positions below it were skipped
+
+    def layer(self, index: int, slots: Tensor) -> KVRing:
+        return KVRing(self.keys[index], self.values[index], slots, self.lengths, self.starts)
 
 
 Half = Callable[[Tensor | PackedRows], Tensor]  # of a layer
@@ -171,8 +175,8 @@ class DraftLayer:
     ) -> None:
         """Write rows of `to_key_value`'s output to the layer's ring; `tables` are those of `ring_heads`."""
         k, v = self._heads(rows, len(slots))
-        pools = {"keys": buffers.keys[self._index], "values": buffers.values[self._index]}
-        ring_heads(k, v, self._key_norm, self._spec.eps, *angles, **pools, slots=slots, **tables)
+        ring = buffers.layer(self._index, slots)
+        ring_heads(k, v, self._key_norm, self._spec.eps, *angles, ring=ring, **tables)
 
     def __call__(
         self,
@@ -206,19 +210,9 @@ class DraftLayer:
         q = self._query(h).view(*positions.shape, spec.heads, -1)
         q = head_rope(q, self._query_norm, spec.eps, *angles, interleaved=False)
         k, v = self.key_value(h, angles)
-        out = block_attention(
-            q,
-            k,
-            v,
-            positions,
-            buffers.keys[index],
-            buffers.values[index],
-            slots,
-            buffers.lengths,
-            buffers.starts,
-            window=spec.window if spec.layers[index] == "sliding" else None,
-            causal=spec.causal[index],
-        )
+        window = spec.window if spec.layers[index] == "sliding" else None
+        ring, causal = buffers.layer(index, slots), spec.causal[index]
+        out = block_attention(q, k, v, positions, ring, window=window, causal=causal)
         return self._out(out.flatten(-2))
 
 

@@ -35,7 +35,7 @@ from bough.kernels.delta_rule import DeltaHeads, DeltaRows
 from bough.kernels.embedding import embed
 from bough.kernels.experts import reference as experts_reference
 from bough.kernels.gather_rows import gather_rows
-from bough.kernels.kv_cache.format import FORMATS, HeadPool
+from bough.kernels.kv_cache.format import FORMATS, HeadPool, KVRing
 from bough.kernels.kv_cache.reference import decode
 from bough.kernels.quant_matmul import BUCKETS, Layout, PackedRows, PackedWeight, int8, pack_rows, unpack
 from bough.kernels.sampling import SampledRows, make_workspace, rank_rows, sample_rows
@@ -461,7 +461,7 @@ def _draft_attention(at: Setting, heads: int, kv_heads: int, dim: int) -> Work:
     q, (k, v) = random.normal(1, rows, heads, dim), random.normal(2, 1, rows, kv_heads, dim)
     keys, values = random.normal(2, 2, ring, kv_heads, dim).half()
     slots, lengths, starts, columns = _numbers(random, [1], [3, 300], [0, 5], range(rows))
-    tables = (lengths[slots][:, None] + columns, keys, values, slots, lengths, starts)
+    tables = (lengths[slots][:, None] + columns, KVRing(keys, values, slots, lengths, starts))
     return _function(attention.block_attention, 3e-3, q, k, v, *tables, window=None, causal=False)
 
 
@@ -470,10 +470,11 @@ def _draft_ring(at: Setting, _: int, heads: int, dim: int) -> Work:
     (k, v), norm = random.normal(2, 1, rows, heads, dim), random.normal(dim)
     angles, ring = _angles(random, rows, dim), random.normal(2, 2, 40, heads, dim).half()
     slots, count, positions = _numbers(random, [1], [9], [range(30, 30 + rows)])
-    where = {"slots": slots, "count": count, "positions": positions}
+    where = {"count": count, "positions": positions}
 
     def compute(operations: Any, both: Tensor) -> Outputs:
-        operations.ring_heads(k, v, norm, at.shapes.eps, *angles, keys=both[0], values=both[1], **where)
+        ring = KVRing(both[0], both[1], slots, slots, slots)  # lengths and starts are not read
+        operations.ring_heads(k, v, norm, at.shapes.eps, *angles, ring=ring, **where)
         return [both]
 
     return _both(compute, norm_rope, 1e-3, ring)

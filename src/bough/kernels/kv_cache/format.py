@@ -99,3 +99,14 @@ class HeadPool:
         """Return a pool with `function` applied to each plane; it must keep rows."""
         scales = None if self.scales is None else function(self.scales)
         return HeadPool(self.format, self.dim, function(self.codes), scales)
+
+
+@dataclass(frozen=True, slots=True)
+class KVRing:
+    """A draft layer's K and V of some slots: position p is at p modulo the ring."""
+
+    keys: Tensor  # [slots, ring, KV, D]
+    values: Tensor
+    slots: Tensor  # [B]
+    lengths: Tensor  # [slots]: the ring holds the newest of positions starts to lengths - 1
+    starts: Tensor  # [slots]

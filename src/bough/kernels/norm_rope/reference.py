@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from bough.kernels.kv_cache.format import HeadPool
+from bough.kernels.kv_cache.format import HeadPool, KVRing
 from bough.kernels.kv_cache.reference import encode
 from bough.kernels.kv_cache.rotation import rotate
 from bough.kernels.quant_matmul.partial_sums import Unfinished
@@ -116,20 +116,17 @@ def ring_heads(
     cos: Tensor,
     sin: Tensor,
     *,
-    keys: Tensor,
-    values: Tensor,
-    slots: Tensor,
+    ring: KVRing,
     positions: Tensor,
     count: Tensor,
 ) -> None:
-    """Write the first `count` [B] of k, normed and rotated, and v [B, T, KV, D] to keys, values
-    [slots, ring, KV, D]: position p of positions [B, T] at p modulo the ring, of slots [B]."""
-    rows, ring = k.shape[1], keys.shape[1]
-    assert rows <= ring, f"{rows} rows, a ring of {ring}"
+    """Write the first `count` [B] of k, normed and rotated, and v [B, T, KV, D], of positions [B, T]."""
+    rows, size = k.shape[1], ring.keys.shape[1]
+    assert rows <= size, f"{rows} rows, a ring of {size}"
     columns = torch.arange(rows, device=k.device)
     committed = columns < count[:, None]
-    places = positions % ring
-    owners = slots[:, None].expand_as(committed)
+    places = positions % size
+    owners = ring.slots[:, None].expand_as(committed)
     k = head_rope(k, norm, eps, cos, sin, interleaved=False)
-    for pool, new in ((keys, k), (values, v)):
+    for pool, new in ((ring.keys, k), (ring.values, v)):
         pool[owners[committed], places[committed]] = new[committed].to(pool.dtype)

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bough.kernels.kv_cache.format import KVRing
 from bough.kernels.quant_matmul.partial_sums import RowScaled
 from bough.kernels.quant_matmul.rows import PackedRows, empty_rows
 from bough.kernels.quant_matmul.triton_kernels import row_factor
@@ -329,20 +330,18 @@ def ring_heads(
     cos: Tensor,
     sin: Tensor,
     *,
-    keys: Tensor,
-    values: Tensor,
-    slots: Tensor,
+    ring: KVRing,
     positions: Tensor,
     count: Tensor,
 ) -> None:
-    rows, heads, dim = k.shape[1:]
+    (rows, heads, dim), keys, values = k.shape[1:], ring.keys, ring.values
     assert rows <= keys.shape[1], f"{rows} rows, a ring of {keys.shape[1]}"
     k, v = flat_heads(k), flat_heads(v)
     assert keys.is_contiguous() and values.is_contiguous(), f"{keys.stride()}, {values.stride()}"
     assert positions.is_contiguous(), f"{positions.stride()}"
     assert cos.is_contiguous() and sin.is_contiguous(), f"{cos.stride()}, {sin.stride()}"
     _ring_kernel[(heads, len(k))](
-        k, v, norm, cos, sin, keys, values, slots, positions, count,
+        k, v, norm, cos, sin, keys, values, ring.slots, positions, count,
         k.stride(0), k.stride(1), v.stride(0), v.stride(1), rows, keys.shape[1], eps,
         HEADS=heads, D=dim, HALF=cos.shape[-1], BLOCK=triton.next_power_of_2(dim), INTERLEAVED=False,
         num_warps=1,
