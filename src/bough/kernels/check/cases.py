@@ -32,9 +32,8 @@ from bough.kernels.causal_conv import ConvRows, ConvWeights, DeltaBuffers
 from bough.kernels.check.inputs import PAGE, Random, random_trees
 from bough.kernels.check.shapes import QUICK, Shapes, Sizes
 from bough.kernels.delta_rule import DeltaHeads, DeltaRows
-from bough.kernels.embedding import embed
+from bough.kernels.embedding import embed, gather_rows
 from bough.kernels.experts import reference as experts_reference
-from bough.kernels.gather_rows import gather_rows
 from bough.kernels.kv_cache.format import FORMATS, HeadPool, KVRing
 from bough.kernels.kv_cache.reference import decode
 from bough.kernels.quant_matmul import BUCKETS, Layout, PackedRows, PackedWeight, int8, pack_rows, unpack
