@@ -10,11 +10,11 @@ from torch import Tensor
 from bough.kernels.quant_matmul import cuda as matmuls
 from bough.kernels.quant_matmul.partial_sums import PartialSums, RowScaled, Unfinished
 from bough.kernels.quant_matmul.rows import BUCKETS, PackedRows, empty_rows
-from bough.kernels.runtime import sources
 from bough.kernels.runtime.backends import runs
 from bough.kernels.runtime.device import card_of
 from bough.kernels.runtime.driver import Kernel, cuda_module
 from bough.kernels.runtime.dry_run import cache_tensor
+from bough.kernels.runtime.sources import pdl_source
 
 NORM, SILU, GATED = range(3)
 # Blocks of a row. One SM would take 1.1 us for the exponentials of 17408 columns and as long for their bytes,
@@ -45,7 +45,7 @@ class NormShape:
 
 
 def source() -> str:
-    return sources.source("norm_rope", "rows.cu")
+    return pdl_source("norm_rope", "rows.cu")
 
 
 def shape_of(kind: int, width: int, head: int = 4) -> NormShape:
