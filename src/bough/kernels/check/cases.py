@@ -77,7 +77,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class CaseInputs:
     """What all cases of a model are made from."""
 
     shapes: Shapes
@@ -94,7 +94,7 @@ Found = Iterator[tuple[str, str, Callable[..., Work], *tuple[Any, ...]]]  # oper
 
 def cases_of(shapes: Shapes, device: torch.device, sizes: Sizes = QUICK) -> list[Case]:
     """Return the cases of a model's shapes; nothing is computed until one is made."""
-    at, cases = Setting(shapes, Random(device), sizes), []
+    at, cases = CaseInputs(shapes, Random(device), sizes), []
     for group in (_matmuls, _norms, _experts, _attention, _drafts, _delta, _steps, _sampling, _embeddings):
         for operation, variant, *making in group(at):
             cases.append(Case(operation, variant, partial(at.made, *making), shapes.name))
@@ -104,7 +104,7 @@ def cases_of(shapes: Shapes, device: torch.device, sizes: Sizes = QUICK) -> list
 def _reference(operation: Any, *, double: bool) -> Any:
     """Return the reference of an operation, or those of a package; computed in float64 with `double`."""
     if isinstance(operation, ModuleType):
-        return _References(operation, double)
+        return _PlainOperations(operation, double)
     plain = getattr(operation, "__wrapped__", operation)
 
     def call(*inputs: Any, **options: Any) -> Any:
@@ -114,7 +114,7 @@ def _reference(operation: Any, *, double: bool) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class _References:
+class _PlainOperations:
     package: ModuleType
     double: bool
 
@@ -189,7 +189,7 @@ def _numbers(random: Random, *tables: Sequence[Any]) -> list[Tensor]:
     return [torch.tensor(table).to(random.device) for table in tables]
 
 
-def _matmuls(at: Setting) -> Found:
+def _matmuls(at: CaseInputs) -> Found:
     buckets = dict.fromkeys(min(size for size in BUCKETS if size >= rows) for rows in at.shapes.rows)
     for type in at.shapes.types:
         for rows in (*buckets, _MANY):
@@ -202,14 +202,14 @@ def _product(x: Tensor, weight: PackedWeight) -> Tensor:
     return x.double() @ unpack(weight).double().T
 
 
-def _matmul(at: Setting, type: QuantType, rows: int) -> Work:
+def _matmul(at: CaseInputs, type: QuantType, rows: int) -> Work:
     (out, columns), tolerance = at.sizes.matrix, 2e-3 if type in (Q.Q4_K, Q.Q5_K, Q.Q4_1, Q.Q5_1) else 1e-3
     weight, x = at.random.weight(type, out, columns), at.random.normal(rows, columns)
     counts = (weight.nbytes, 2 * rows * out * columns)
     return _function(quant_matmul.packed_matmul, tolerance, x, weight, reference=_product, counts=counts)
 
 
-def _partial_sums(at: Setting, type: QuantType) -> Work:
+def _partial_sums(at: CaseInputs, type: QuantType) -> Work:
     """A matmul whose split-K sums a norm adds, or where that is not done, a matmul and a norm."""
     (rows, columns), random = at.sizes.matrix, at.random
     weight, x, norm = random.weight(type, rows, columns), random.normal(8, columns), random.normal(rows)
@@ -233,7 +233,7 @@ def _partial_sums(at: Setting, type: QuantType) -> Work:
     return _function(run, 3e-3, *inputs, reference=reference, counts=counts)
 
 
-def _int8(at: Setting, type: QuantType) -> Work:
+def _int8(at: CaseInputs, type: QuantType) -> Work:
     (rows, columns), random = at.sizes.matrix, at.random
     weight, x = random.weight(type, rows, columns), random.normal(_MANY, columns)
     rounded = quant_matmul.with_int8(weight, rows)
@@ -249,7 +249,7 @@ def _int8(at: Setting, type: QuantType) -> Work:
     )
 
 
-def _norms(at: Setting) -> Found:
+def _norms(at: CaseInputs) -> Found:
     for type in at.shapes.types:
         yield "norms", f"{type.name}, partial sums", _partial_sums, type
     for rows in (max(at.shapes.rows), 80):
@@ -260,13 +260,13 @@ def _norms(at: Setting) -> Found:
     yield "norms", "unpacked", _unpacked_norms
 
 
-def _norm(at: Setting, rows: int) -> Work:
+def _norm(at: CaseInputs, rows: int) -> Work:
     x, add = at.random.normal(2, 1, rows, at.shapes.width)
     inputs = (x, add, at.random.normal(at.shapes.width), at.shapes.eps)
     return _packed(norm_rope.add_rms_norm, *inputs, read=x.nbytes + add.nbytes)
 
 
-def _silu(at: Setting, rows: int) -> Work:
+def _silu(at: CaseInputs, rows: int) -> Work:
     gate, up = at.random.normal(2, 1, rows, at.shapes.feed_forward)
     return _function(
         lambda gate, up: (norm_rope.silu_mul(gate, up, pack=True), norm_rope.silu_rows(gate[0], up[0])),
@@ -277,14 +277,14 @@ def _silu(at: Setting, rows: int) -> Work:
     )
 
 
-def _gated_norm(at: Setting, rows: int, delta: _Delta) -> Work:
+def _gated_norm(at: CaseInputs, rows: int, delta: _Delta) -> Work:
     _, heads, dim, _ = delta
     x, gate = at.random.normal(1, rows, heads, dim), at.random.normal(1, rows, heads * dim)
     inputs = (x, gate, at.random.normal(dim), at.shapes.eps)
     return _packed(norm_rope.gated_rms_norm, *inputs, read=x.nbytes + gate.nbytes)
 
 
-def _unpacked_norms(at: Setting) -> Work:
+def _unpacked_norms(at: CaseInputs) -> Work:
     """Norms whose output no matmul with tiles reads, and rotated heads."""
     shapes, random = at.shapes, at.random
     heads, _, dim = shapes.heads
@@ -308,7 +308,7 @@ def _angles(random: Random, rows: int, dim: int) -> tuple[Tensor, Tensor]:
     return norm_rope.rope_angles(random.integers(9000, 1, rows), random.uniform(dim // 2))
 
 
-def _experts(at: Setting) -> Found:
+def _experts(at: CaseInputs) -> Found:
     if at.shapes.experts is None:
         return
     steps = dict.fromkeys(BUCKETS[0] if rows <= BUCKETS[0] else 24 for rows in at.shapes.rows)
@@ -327,7 +327,7 @@ class _Router:
     used: int
 
     @classmethod
-    def random(cls, at: Setting, rows: int) -> "_Router":
+    def random(cls, at: CaseInputs, rows: int) -> "_Router":
         shapes, random = at.shapes, at.random
         assert shapes.experts is not None
         count, used, _ = shapes.experts
@@ -338,7 +338,7 @@ class _Router:
         return experts.route_rows(self.x, self.router, self.gate, used=self.used, layouts=layouts)
 
 
-def _expert_matmul(at: Setting, type: QuantType, rows: int) -> Work:
+def _expert_matmul(at: CaseInputs, type: QuantType, rows: int) -> Work:
     assert at.shapes.experts is not None
     (count, used, inner), width = at.shapes.experts, at.shapes.width
     inner = min(inner, at.sizes.matrix[0])
@@ -362,7 +362,7 @@ def _expert_matmul(at: Setting, type: QuantType, rows: int) -> Work:
     return Work(run, reference, 3e-3, read=read, flops=2 * rows * used * inner * width)
 
 
-def _routing(at: Setting, rows: int) -> Work:
+def _routing(at: CaseInputs, rows: int) -> Work:
     layer = _Router.random(at, rows)
     outputs = at.random.normal(rows * layer.used, at.shapes.width)
 
@@ -381,7 +381,7 @@ def _routing(at: Setting, rows: int) -> Work:
     return Work(run, reference, 1e-4, read=layer.router.nbytes)
 
 
-def _attention(at: Setting) -> Found:
+def _attention(at: CaseInputs) -> Found:
     shapes = at.shapes
     for kv in shapes.kv:
         name = "/".join(dict.fromkeys(kv))
@@ -396,7 +396,7 @@ def _attention(at: Setting) -> Found:
         yield "KV cache", name, _cache_write, kv
 
 
-def _context(at: Setting, kv: _Formats, rows: int, length: int) -> tuple[Tensor, Tensor, PagedContext]:
+def _context(at: CaseInputs, kv: _Formats, rows: int, length: int) -> tuple[Tensor, Tensor, PagedContext]:
     """Return queries and gate after a context whose pages are in any order."""
     heads, kv_heads, dim = at.shapes.heads
     pages = -(-(length + max(rows, _SAVED)) // PAGE)
@@ -406,7 +406,7 @@ def _context(at: Setting, kv: _Formats, rows: int, length: int) -> tuple[Tensor,
     return q, gate, PagedContext(keys, values, at.random.order(pages)[None], lengths)
 
 
-def _tree_attention(at: Setting, kv: _Formats, rows: int, near: _Window | None = None) -> Work:
+def _tree_attention(at: CaseInputs, kv: _Formats, rows: int, near: _Window | None = None) -> Work:
     q, gate, context = _context(at, kv, rows, at.sizes.context)
     ancestors = random_trees(rows, device=at.random.device).ancestors
     context = replace(context, ancestors=ancestors, **(near or {"window": at.shapes.window}))
@@ -416,14 +416,14 @@ def _tree_attention(at: Setting, kv: _Formats, rows: int, near: _Window | None =
     return _function(attention.paged_attention, tolerance, q, context, gate=gate, counts=counts)
 
 
-def _prompt_attention(at: Setting, kv: _Formats, near: _Window | None = None) -> Work:
+def _prompt_attention(at: CaseInputs, kv: _Formats, near: _Window | None = None) -> Work:
     q, gate, context = _context(at, kv, at.sizes.chunk, 70)
     context, span = replace(context, **(near or {})), at.sizes.chunk + 70
     tolerance, counts = 2e-2 if "bf16" in kv else 3e-3, (0, 2 * q.numel() * (span + 70))
     return _function(attention.chunk_attention, tolerance, q, context, span=span, gate=gate, counts=counts)
 
 
-def _cache_write(at: Setting, kv: _Formats) -> Work:
+def _cache_write(at: CaseInputs, kv: _Formats) -> Work:
     shapes, random = at.shapes, at.random
     (heads, kv_heads, dim), rows = shapes.heads, 24
     q, k, v = random.normal(1, rows, heads, dim), *random.normal(2, 1, rows, kv_heads, dim)
@@ -448,14 +448,14 @@ def _stored(pool: HeadPool) -> Tensor:
     return pool.codes if pool.scales is None else decode(pool.codes, pool.scales, pool.format, pool.dim)
 
 
-def _drafts(at: Setting) -> Found:
+def _drafts(at: CaseInputs) -> Found:
     if at.shapes.draft is not None:
         yield "draft attention", "16 rows", _draft_attention, *at.shapes.draft
         yield "draft ring", "16 rows", _draft_ring, *at.shapes.draft
     yield "tree building", "22 nodes", _best_tree
 
 
-def _draft_attention(at: Setting, heads: int, kv_heads: int, dim: int) -> Work:
+def _draft_attention(at: CaseInputs, heads: int, kv_heads: int, dim: int) -> Work:
     (rows, ring), random = (16, 512), at.random
     q, (k, v) = random.normal(1, rows, heads, dim), random.normal(2, 1, rows, kv_heads, dim)
     keys, values = random.normal(2, 2, ring, kv_heads, dim).half()
@@ -464,7 +464,7 @@ def _draft_attention(at: Setting, heads: int, kv_heads: int, dim: int) -> Work:
     return _function(attention.block_attention, 3e-3, q, k, v, *tables, window=None, causal=False)
 
 
-def _draft_ring(at: Setting, _: int, heads: int, dim: int) -> Work:
+def _draft_ring(at: CaseInputs, _: int, heads: int, dim: int) -> Work:
     rows, random = 16, at.random
     (k, v), norm = random.normal(2, 1, rows, heads, dim), random.normal(dim)
     angles, ring = _angles(random, rows, dim), random.normal(2, 2, 40, heads, dim).half()
@@ -479,7 +479,7 @@ def _draft_ring(at: Setting, _: int, heads: int, dim: int) -> Work:
     return _both(compute, norm_rope, 1e-3, ring)
 
 
-def _best_tree(at: Setting) -> Work:
+def _best_tree(at: CaseInputs) -> Work:
     """The best tree of a draft's candidates, and the path of it that the target accepts: as on a CPU."""
     (depths, width), random = (15, 24), at.random
     ids = torch.stack([random.order(40)[:width] for _ in range(depths)])[None]
@@ -501,7 +501,7 @@ def _best_tree(at: Setting) -> Work:
     return Work(lambda: compute(random.device), lambda: compute(torch.device("cpu")), 1e-6)
 
 
-def _delta(at: Setting) -> Found:
+def _delta(at: CaseInputs) -> Found:
     if at.shapes.delta is None:
         return
     for rows in at.shapes.rows:
@@ -521,7 +521,7 @@ def _delta_heads(delta: _Delta, random: Random, rows: int, path: int) -> DeltaHe
     return DeltaHeads(q, k, v, g, random.uniform(1, path + rows, value_heads))
 
 
-def _tree_delta(at: Setting, delta: _Delta, rows: int) -> Work:
+def _tree_delta(at: CaseInputs, delta: _Delta, rows: int) -> Work:
     (_, value_heads, dim, _), random = delta, at.random
     heads, state = _delta_heads(delta, random, rows, 24), random.normal(2, value_heads, dim, dim)
     slots, count = _numbers(random, [1], [_PENDING])
@@ -534,7 +534,7 @@ def _tree_delta(at: Setting, delta: _Delta, rows: int) -> Work:
     return _both(compute, delta_rule, 1e-5, state, double=True, counts=counts)
 
 
-def _prompt_delta(at: Setting, delta: _Delta, tokens: int) -> Work:
+def _prompt_delta(at: CaseInputs, delta: _Delta, tokens: int) -> Work:
     (_, value_heads, dim, _), random = delta, at.random
     heads, state = _delta_heads(delta, random, tokens, 0), random.normal(1, value_heads, dim, dim)
     # As the convolution of a prompt writes them.
@@ -556,7 +556,7 @@ def _conv(delta: _Delta, random: Random, rows: int) -> tuple[tuple[Tensor, ...],
     return inputs, ConvWeights(random.normal(channels, taps), decay, bias, key_heads)
 
 
-def _tree_conv(at: Setting, delta: _Delta, rows: int) -> Work:
+def _tree_conv(at: CaseInputs, delta: _Delta, rows: int) -> Work:
     random = at.random
     inputs, weights = _conv(delta, random, rows)
     channels, taps = weights.taps.shape
@@ -577,7 +577,7 @@ def _tree_conv(at: Setting, delta: _Delta, rows: int) -> Work:
     return _both(compute, causal_conv, 1e-4, window, saved, gates, counts=counts)
 
 
-def _prompt_conv(at: Setting, delta: _Delta, tokens: int) -> Work:
+def _prompt_conv(at: CaseInputs, delta: _Delta, tokens: int) -> Work:
     random = at.random
     inputs, weights = _conv(delta, random, tokens)
     channels, taps = weights.taps.shape
@@ -593,14 +593,14 @@ def _prompt_conv(at: Setting, delta: _Delta, tokens: int) -> Work:
     return _both(compute, causal_conv, 1e-3, window, counts=(2 * inputs[0].nbytes, 0))
 
 
-def _steps(at: Setting) -> Found:
+def _steps(at: CaseInputs) -> Found:
     yield "slot mapping", "a tree", _mapping
     if at.shapes.sequences > 1:
         yield "slot mapping", "several trees", _ragged_mapping
     yield "commit", "24 rows", _commit
 
 
-def _mapping(at: Setting) -> Work:
+def _mapping(at: CaseInputs) -> Work:
     random = at.random
     rows, lengths = random.integers(1 << 40, 4, 64), random.integers(200, 3)
     table, path, counts = random.order(99).view(3, 33), random.integers(64, 3, 64), random.integers(9, 3)
@@ -614,13 +614,13 @@ def _mapping(at: Setting) -> Work:
     return _both(compute, slot_mapping, _EXACT)
 
 
-def _ragged_mapping(at: Setting) -> Work:
+def _ragged_mapping(at: CaseInputs) -> Work:
     rows, lengths = at.random.integers(64, 4, 64), at.random.integers(200, 3)
     first, slots = _numbers(at.random, [0, 5, 12], [2, 0])
     return _function(slot_mapping.ragged_rows, _EXACT, rows, first, slots, lengths, size=16)
 
 
-def _commit(at: Setting) -> Work:
+def _commit(at: CaseInputs) -> Work:
     """An accepted path, and its rows of the KV cache moved to their places."""
     (_, kv_heads, dim), random = at.shapes.heads, at.random
     ancestors = random_trees(24, device=random.device).ancestors
@@ -636,7 +636,7 @@ def _commit(at: Setting) -> Work:
     return _both(compute, commit, _EXACT, planes, *tables)
 
 
-def _sampling(at: Setting) -> Found:
+def _sampling(at: CaseInputs) -> Found:
     settings: dict[str, dict[str, Any]] = {
         "greedy": {},
         "top-p": {"temperature": 0.8, "top_p": 0.95},
@@ -654,7 +654,7 @@ def _requests(random: Random, rows: int, vocabulary: int, options: dict[str, Any
     return state
 
 
-def _sample(at: Setting, options: dict[str, Any]) -> Work:
+def _sample(at: CaseInputs, options: dict[str, Any]) -> Work:
     rows, vocabulary, random = 24, at.sizes.vocabulary, at.random
     # A few tokens above a bulk: as a model's logits.
     logits = 2 * random.normal(rows, vocabulary) + 12 * (random.uniform(rows, vocabulary) < 30 / vocabulary)
@@ -671,7 +671,7 @@ def _sample(at: Setting, options: dict[str, Any]) -> Work:
     )
 
 
-def _ranking(at: Setting) -> Work:
+def _ranking(at: CaseInputs) -> Work:
     rows, count, vocabulary, random = 15, 24, at.sizes.vocabulary, at.random
     logits, positions = 3 * random.normal(rows, vocabulary), random.integers(1 << 40, rows)
     anchors, owners = random.integers(vocabulary, rows), RowOwners.one(0, rows, random.device)
@@ -685,7 +685,7 @@ def _ranking(at: Setting) -> Work:
     )
 
 
-def _embeddings(at: Setting) -> Found:
+def _embeddings(at: CaseInputs) -> Found:
     if at.shapes.embedding is not None:
         yield "embedding", at.shapes.embedding.name, _embedding, at.shapes.embedding
         if at.shapes.host_embedding:
@@ -695,7 +695,7 @@ def _embeddings(at: Setting) -> Found:
             yield "rotation", f"{width} columns", _rotation, width // block * block, block
 
 
-def _embedding(at: Setting, type: QuantType) -> Work:
+def _embedding(at: CaseInputs, type: QuantType) -> Work:
     vocabulary = at.sizes.vocabulary // 8
     table, tokens = (
         at.random.bytes_of(type, vocabulary, at.shapes.width),
@@ -704,7 +704,7 @@ def _embedding(at: Setting, type: QuantType) -> Work:
     return Work(lambda: [embed(table, type, tokens)], lambda: [dequantise(table[tokens], type)], _EXACT)
 
 
-def _rotation(at: Setting, width: int, block: int) -> Work:
+def _rotation(at: CaseInputs, width: int, block: int) -> Work:
     """Into the basis, in another order and in the same, and out of it."""
     x, signs = at.random.normal(24, width), at.random.normal(width).sign()
     order = torch.arange(width, device=x.device).flip(0)
@@ -716,7 +716,7 @@ def _rotation(at: Setting, width: int, block: int) -> Work:
     return _both(compute, hadamard, _EXACT)
 
 
-def _gathering(at: Setting) -> Work:
+def _gathering(at: CaseInputs) -> Work:
     random = at.random
     table = torch.randint(256, (300, 1152), dtype=torch.uint8, pin_memory=random.device.type == "cuda")
     rows = random.integers(300, 24)
