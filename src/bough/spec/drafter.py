@@ -57,11 +57,19 @@ class Turn:
     """One sequence's part of a step that is being planned."""
 
     slot: int
-    anchor: int  # its last token
-    position: int  # of the anchor
+    text: Sequence[int]  # its tokens, from the prompt's first to the last one
     max_rows: int  # of its tree, the root included
     constraint: Constraint | None = None
     shown: bool = False  # its tree is read on the host, too
+
+    @property
+    def anchor(self) -> int:
+        return self.text[-1]
+
+    @property
+    def position(self) -> int:
+        """Of the anchor."""
+        return len(self.text) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,11 +175,11 @@ class Drafter(Protocol):
         """
         ...
 
-    def plan_root(self, slots: Sequence[int]) -> bool:
-        """Return whether the next trees are roots alone whatever this step of these sequences accepts.
+    def plain_steps(self, turns: Sequence[Turn]) -> int:
+        """Return for how many steps of these sequences the trees are roots alone, whatever is accepted.
 
-        If so that is decided: their forward may be launched before the read-back, and the next turns then
-        have one row at most.
+        So many are then decided. On a host they are neither drafted nor observed: a later turn has their
+        tokens. On a device the step before is not read back yet, and the next turns have one row at most.
         """
         ...
 
@@ -199,9 +207,12 @@ class Drafter(Protocol):
         """Return what is wrong with a draft, by trying other settings of it on a text; None: nothing."""
         ...
 
-    def notes(self, slot: int) -> Notes:
-        """Return what is to be said since the end of a slot's text; slot -1: ever."""
+    def notes(self, slot: int, text: Sequence[int] = ()) -> Notes:
+        """Return what is to be said at the end of a slot's text; slot -1: of all."""
         ...
+
+
+_ALWAYS = 1 << 20  # steps
 
 
 class NoDrafter:
@@ -221,8 +232,8 @@ class NoDrafter:
     def trees(self, turns: Sequence[Turn], prompts: Sequence[Piece] = ()) -> list[Tree] | SharedTrees:
         return Tree.roots([turn.anchor for turn in turns])
 
-    def plan_root(self, slots: Sequence[int]) -> bool:
-        return True
+    def plain_steps(self, turns: Sequence[Turn]) -> int:
+        return _ALWAYS
 
     def commit(self, features: Tensor, paths: Sequence[HostPath] | DevicePaths) -> None: ...
 
@@ -236,5 +247,5 @@ class NoDrafter:
     def examine(self, tokens: Sequence[int]) -> str | None:
         return None
 
-    def notes(self, slot: int) -> Notes:
+    def notes(self, slot: int, text: Sequence[int] = ()) -> Notes:
         return Notes()

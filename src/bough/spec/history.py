@@ -17,6 +17,7 @@ class TextHistory:
         self.mix = 0  # in use
         self.waited = 0  # plain steps since the last tree
         self.unchanged = 0  # the same, or since the last outcome or the beginning of the text
+        self.hopeless = 0  # so long, in such steps, no draft call pays
         self.steps = 0
         self.since_draft = 0
 
@@ -24,7 +25,7 @@ class TextHistory:
         """Return the history of a new text."""
         other = copy(self)
         other._estimators = [estimator.fork() for estimator in self._estimators]
-        other._new, other.unchanged, other.steps = True, 0, 0
+        other._new, other.unchanged, other.steps, other.hopeless = True, 0, 0, 0
         return other
 
     @property
@@ -48,6 +49,9 @@ class TextHistory:
                 estimator.step(new_text=True, count=0)
             self.waited, self._new = WAITS[-1], False
 
+    def hopeless_for(self, steps: int) -> None:
+        self.hopeless = self.unchanged + steps if steps > 0 else 0
+
     def begin_steps(self, count: int = 1) -> None:
         for estimator in self._estimators:
             estimator.step(count=count)
@@ -63,11 +67,11 @@ class TextHistory:
         if draft:
             self.since_draft = usual.unasked = 0
         if rows > 1:
-            self.waited = self.unchanged = 0
+            self.waited = self.unchanged = self.hopeless = 0
 
     def observe(
         self, weights: list[float], path: list[int], *, verified: int, waited: int, mix: int = 0
     ) -> None:
         """Learn from a draft call: probabilities of its rows' paths, the accepted rows, the rows verified."""
-        self.unchanged = 0
+        self.unchanged = self.hopeless = 0
         self._estimators[mix].observe(weights, path, verified=verified, waited=waited)

@@ -12,6 +12,7 @@ tree is verified if that alone pays. Prompt lookup costs nothing to propose: it 
 to pay.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -21,9 +22,10 @@ from bough.spec.costs import StepCosts
 from bough.spec.history import TextHistory
 
 EAGER_SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # rows to choose from where steps are not padded
-# There: plain steps from one decision about the draft to the next after the last of WAITS, and steps from one
-# plain one to the next. To decide takes 0.15 ms on a CPU whose caches hold weights, a sixth of a plain step.
-RESTING_INTERVAL, PLAIN_INTERVAL = 16, 32
+# There: plain steps from one decision about the draft to the next after the last of WAITS, the most where a
+# bound says that no call can pay, and steps from one plain one to the next. To decide takes 0.11 ms on a CPU
+# whose caches hold weights, an eighth of a plain step.
+RESTING_INTERVAL, HOPELESS_INTERVAL, PLAIN_INTERVAL = 16, 64, 32
 # Rows are dear where FEW_ROWS cost DEAR plain steps: trees are then hardly larger, and a draft that looks
 # no further costs half (embedded pair, 8 rows: 2.8 tokens a step instead of 3.0 on HumanEval, 4.2 on GSM8K).
 FEW_ROWS, DEAR = 8, 2.0
@@ -32,6 +34,7 @@ PROBE_SHARE = 0.005  # of the time that calls of a draft which does not pay may 
 # time to win back what a call has cost.
 TEXT_SHARE = 0.015
 PROBE_INTERVAL = 6  # steps between two such calls, at least
+GRACE = 0.25  # plain steps that the first copy of a process may be expected to lose
 MARGIN = 1.05  # factor by which a tree must promise to beat plain decoding
 # The same for waiting some steps against calling the draft at once, which also yields an outcome to learn
 # from.
@@ -119,13 +122,33 @@ class Plan:
 PLAIN = Plan(1, False)
 
 
+class Account:
+    """How many plain steps a copy may lose: a share of all time so far, and what copies have gained."""
+
+    def __init__(self) -> None:
+        self.credit = GRACE
+
+    def settle(self, tokens: int, plain_steps: float) -> None:
+        """Count the tokens of plain steps or a copy, and how many plain steps would have taken that time."""
+        self.credit += tokens - (1 - TEXT_SHARE) * plain_steps
+
+
 class PlanRates:
     """Tokens a second of the plans that a step can have, as far as costs and estimates tell."""
 
     def __init__(
-        self, costs: StepCosts, sizes: Sequence[int], history: TextHistory, *, unread: int, passes: float
+        self,
+        costs: StepCosts,
+        sizes: Sequence[int],
+        history: TextHistory,
+        *,
+        credit: float,
+        unread: int = 0,
+        passes: float = 1.0,
     ):
-        """`unread` positions, which a draft call reads by itself, once; `passes` that it makes."""
+        """`credit`: plain steps that a copy is allowed to lose; `unread` positions, which a draft call reads
+        by itself, once; `passes` that it makes.
+        """
         self._history, self._sizes, gap = history, sizes[1:], costs.gap_before
         # Each is asked for once: a look at all costs takes a hundredth of a plain step on a fast CPU.
         root_s, *self._trees_s = costs.of_sizes(sizes)
@@ -139,6 +162,7 @@ class PlanRates:
         draft_s = self._call_s + gap("draft")
         self._drafted_s = [cost + draft_s for cost in self._trees_s]
         self._lookup_gap_s, self._most = gap("lookup"), history.acceptance.most()
+        self._credit = credit
 
     def best_draft(self, best: Plan, speed: float) -> tuple[Plan, float]:
         """Return the fastest plan of plain steps and a draft call, if any beats `speed` tokens a second."""
@@ -163,19 +187,30 @@ class PlanRates:
 
     def best_lookup(self, best: Plan, speed: float, copied: int, probability: float) -> tuple[Plan, float]:
         """Return the fastest copy of what prompt lookup found, if any beats `speed` tokens a second."""
-        for rows, cost in zip(self._sizes, self._trees_s, strict=True):
-            # 1 + p + p^2 + ...: one for the target's own token after the copied ones.
-            count = min(rows, copied + 1)
-            tokens = (1 - probability**count) / (1 - min(probability, 0.999))
-            rate = tokens / (cost + self._lookup_gap_s)
-            if rate > speed:
+        for rows, steps in self.copies():
+            rate = _copied_tokens(min(rows, copied + 1), probability) / (steps * self.plain_s)
+            if rate > speed and _shortfall(steps, probability) <= self._credit:
                 best, speed = Plan(rows, False, lookup=True), rate
         return best, speed
 
+    def copies(self) -> list[tuple[int, float]]:
+        """Return the rows of copies, and the plain steps that each takes."""
+        costs = zip(self._sizes, self._trees_s, strict=True)
+        return [(rows, (cost + self._lookup_gap_s) / self.plain_s) for rows, cost in costs]
+
+    def hopeless_for(self) -> int:
+        """Return for how many steps no draft call pays, whatever was accepted of others: a bound."""
+        waited, least = self._history.waited, min(self._drafted_s) / self.plain_s
+        if waited + 1 + self._most > MARGIN * (waited + least):
+            return 0
+        return min(HOPELESS_INTERVAL, math.ceil(self._least_loss() / TEXT_SHARE - self._history.steps))
+
     def may_probe(self, most: float) -> bool:
         """Return whether a draft call may lose no more than `most` plain steps: a bound."""
-        verified_s = min(self._drafted_s) - (1 + self._most) * self.plain_s
-        return min(self._call_s, verified_s) <= most * self.plain_s
+        return self._least_loss() <= most
+
+    def _least_loss(self) -> float:
+        return min(self._call_s, min(self._drafted_s) - (1 + self._most) * self.plain_s) / self.plain_s
 
     def probe(self) -> tuple[Plan, float]:
         """Return the draft call that loses least, and the plain steps that it may lose."""
@@ -190,6 +225,19 @@ class PlanRates:
     def _drafts(self, expected: list[float]) -> Iterator[tuple[int, float, float]]:
         """Return rows, expected tokens and seconds of a draft call and its tree, for each size."""
         return zip(self._sizes, expected[1:], self._drafted_s, strict=True)
+
+
+def _copied_tokens(rows: int, probability: float) -> float:
+    """Return 1 + p + p^2 + ...: one for the target's own token after the copied ones."""
+    return (1 - probability**rows) / (1 - min(probability, 0.999))
+
+
+def _shortfall(steps: float, probability: float) -> float:
+    """Return how many plain steps a copy that takes `steps` of them loses where it loses."""
+    lost, likely = 0.0, 1 - probability  # that it is right so far, and then wrong
+    for tokens in range(1, math.ceil(steps)):
+        lost, likely = lost + likely * (steps - tokens), likely * probability
+    return lost
 
 
 class RowPolicy:
@@ -217,11 +265,16 @@ class RowPolicy:
         self.mixes = Mixes(drafts, self._sizes)
         self.passes = 1.0  # that the next draft call makes
         self.unread = 0  # positions that the draft reads by itself and has not: of a prompt, mostly
+        self.account = Account()
+        # See `PlanRates`; of the last decision, and for how many steps of the text.
+        self._copies: list[tuple[int, float]] = []
+        self._copies_until = 0
 
     def fork(self) -> "RowPolicy":
         """Return the policy of a new text."""
         other = copy(self)
         other.history = self.history.fork()
+        other._copies_until = 0
         other.unread = 0
         return other
 
@@ -233,6 +286,8 @@ class RowPolicy:
         plan = self._decide(copied, probability)
         plan = self._with_mix(plan) if plan.draft and self._drafts > 1 else plan
         self.history.end_steps(rows=plan.rows, draft=plan.draft)
+        if plan.rows == 1:
+            self.account.settle(1, 1)
         return plan
 
     def _with_mix(self, plan: Plan) -> Plan:
@@ -273,11 +328,22 @@ class RowPolicy:
         self.history.begin()
         return WAITS[1] if self._decide(0, 0.0) is PLAIN else 0
 
+    def copy_pays(self, copied: int, probability: float) -> bool:
+        """Return whether a copy of what prompt lookup found may pay, by the last decision's costs."""
+        if self.history.steps >= self._copies_until:
+            return True
+        return any(
+            _copied_tokens(min(rows, copied + 1), probability) > MARGIN * steps
+            and _shortfall(steps, probability) <= self.account.credit
+            for rows, steps in self._copies
+        )
+
     def rested(self, steps: int) -> None:
         """Count plain steps that were not planned one by one."""
         self.history.begin_steps(steps)
         self.mixes.step(steps)
         self.history.end_steps(steps)
+        self.account.settle(steps, steps)
 
     def _decide(self, copied: int, probability: float) -> Plan:
         largest = self._sizes[-1]
@@ -285,14 +351,25 @@ class RowPolicy:
             self.history.mix = self.mixes.last
             return Plan(largest, self._drafts > 0, lookup=not self._drafts and copied > 0)
         drafts = self._drafts > 0 and self._draft_is_due()
+        copied = copied if self.copy_pays(copied, probability) else 0
         if self._plain_is_due() or not (drafts or copied):
             return PLAIN
         history = self.history
         history.mix = self.mixes.best(self.costs.of, self.costs.draft_call)
-        rates = PlanRates(self.costs, self._sizes, history, unread=self.unread, passes=self.passes)
+        rates = PlanRates(
+            self.costs,
+            self._sizes,
+            history,
+            credit=self.account.credit,
+            unread=self.unread,
+            passes=self.passes,
+        )
         best, speed = PLAIN, MARGIN / rates.plain_s
+        if not self._padded:
+            self._copies, self._copies_until = rates.copies(), history.steps + HOPELESS_INTERVAL
         if drafts:
             best, speed = rates.best_draft(best, speed)
+            history.hopeless_for(rates.hopeless_for())
         if copied:
             best, speed = rates.best_lookup(best, speed, copied, probability)
         if drafts and best.rows == 1 and rates.may_probe(TEXT_SHARE * history.steps):
@@ -308,6 +385,8 @@ class RowPolicy:
     def _next_decision(self) -> int:
         """Return after how many plain steps the draft is next decided about on a CPU."""
         unchanged = self.history.unchanged
+        if unchanged <= self.history.hopeless:
+            return self.history.hopeless
         if unchanged <= WAITS[-1]:
             return next(wait for wait in WAITS if unchanged <= wait)
         return -(-unchanged // RESTING_INTERVAL) * RESTING_INTERVAL
