@@ -101,7 +101,7 @@ def test_each_draft_is_calibrated_by_itself() -> None:
     run.run(1000)
     call = run.drafter._draft_calls[2, False]
     claimed = torch.full((15, 1), 0.7).log()
-    first, other = (float(each.correct(claimed)[0].exp()) for each in call._calibrations)
+    first, other = (float(each.correction().applied(claimed)[0].exp()) for each in call._calibrations)
     assert first > 0.85 and other < 0.15
 
 

@@ -292,7 +292,7 @@ class LookupPlay:
                 policy.costs.observe_draft(self._draft)
                 accepted = self._call(plan, copied, right)
             if plan.lookup:
-                policy.account.settle(1 + accepted, cost)
+                policy.settle(1 + accepted, cost)
             seconds, position = seconds + cost, position + 1 + accepted
         return seconds * tokens / position
 

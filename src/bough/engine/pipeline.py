@@ -55,10 +55,8 @@ class Pipeline:
         self._drafted: list[Sequence] = []  # whose next draft is launched already
         self._launched: Batch | None = None
         # On a host: steps of a sequence that are plain by the drafter's decision, and the tree of one.
-        self._plain_steps = 0
+        self._plain_steps, self._root = 0, Tree.root(0)
         self._plain: Sequence | None = None
-        self._root = Tree.root(0)
-        self._root_numbers = self._root.packed.numpy()
 
     @property
     def in_flight(self) -> Batch | None:
@@ -173,18 +171,14 @@ class Pipeline:
         return Batch(sequences, trees, pieces, forward)
 
     def _begin_plain(self, sequence: Sequence) -> Batch | None:
-        """Begin a step of the root alone; None: the drafter plans the step.
-
-        Between two decisions of the drafter a plain step is that of decoding without one: on a CPU, whose
-        caches hold weights, each of its calls would take some microseconds.
-        """
+        """Begin a step of the root alone, as without a drafter; None: it plans the step."""
         if not self._plain_steps or self._plain is not sequence:
             turn = self._turn(sequence, self._row_limit(sequence))
             self._plain, self._plain_steps = sequence, self._drafter.plain_steps([turn])
         if not self._plain_steps or not self._paging.provide(sequence, 1):
             return None
         self._plain_steps -= 1
-        self._root_numbers[0, 0] = sequence.anchor
+        self._root.packed.numpy()[0, 0] = sequence.anchor
         forward = self._runner.verify([Verify(sequence.slot, self._root, sequence.room)])
         return Batch([sequence], [self._root], [], forward, observed=False)
 
@@ -271,9 +265,9 @@ class Pipeline:
         sequences = batch.sequences
         if not batch.plain or len(batch.running) < len(sequences) or any(each.room < 2 for each in sequences):
             return None
-        if not batch.alone and self._scheduler.decode_next(self._paging.fits) is None:
-            return None
         if batch.alone and self._scheduler.contended:
+            return None
+        if not batch.alone and self._scheduler.decode_next(self._paging.fits) is None:
             return None
         drafts = self._max_rows > 1 and any(each.request.draft_budget != 0 for each in sequences)
         if drafts and not self._drafter.plain_steps([self._turn(each, 1) for each in sequences]):

@@ -1,15 +1,10 @@
 """How many rows the next step verifies: decided by `RowPolicy` before it starts, from what was learnt.
 
-That is what steps cost (`StepCosts`), how many tokens of a draft call are accepted (`TextHistory`),
-how often prompt lookup is right (`LookupAccuracy`), and where a target has several drafts which of them are
-worth their calls (`Mixes`).
-
 Trees are in order of worth, so one accepted path shows what any smaller tree would have accepted. For every
-number of rows the policy compares plans of some plain steps followed by a draft call with its tree, and
-takes the one with the most tokens a second. If none beats plain decoding, the draft is called so seldom
-that the loss stays a small share of the time. The cost of a draft call is spent whatever follows, so its
-tree is verified if that alone pays. Prompt lookup costs nothing to propose: it is used whenever it promises
-to pay.
+number of rows plans of some plain steps and then a draft call with its tree are compared; the one with the
+most tokens a second is taken. If none beats plain decoding, the draft is called so seldom that the loss stays
+a small share of the time; its tree is verified if that alone pays, as the call is spent whatever follows.
+Prompt lookup costs nothing to propose: a copy is used where it promises to pay and may be lost.
 """
 
 import math
@@ -34,7 +29,6 @@ PROBE_SHARE = 0.005  # of the time that calls of a draft which does not pay may 
 # time to win back what a call has cost.
 TEXT_SHARE = 0.015
 PROBE_INTERVAL = 6  # steps between two such calls, at least
-GRACE = 0.25  # plain steps that the first copy of a process may be expected to lose
 MARGIN = 1.05  # factor by which a tree must promise to beat plain decoding
 # The same for waiting some steps against calling the draft at once, which also yields an outcome to learn
 # from.
@@ -122,47 +116,24 @@ class Plan:
 PLAIN = Plan(1, False)
 
 
-class Account:
-    """How many plain steps a copy may lose: a share of all time so far, and what copies have gained."""
-
-    def __init__(self) -> None:
-        self.credit = GRACE
-
-    def settle(self, tokens: int, plain_steps: float) -> None:
-        """Count the tokens of plain steps or a copy, and how many plain steps would have taken that time."""
-        self.credit += tokens - (1 - TEXT_SHARE) * plain_steps
-
-
 class PlanRates:
     """Tokens a second of the plans that a step can have, as far as costs and estimates tell."""
 
-    def __init__(
-        self,
-        costs: StepCosts,
-        sizes: Sequence[int],
-        history: TextHistory,
-        *,
-        credit: float,
-        unread: int = 0,
-        passes: float = 1.0,
-    ):
-        """`credit`: plain steps that a copy is allowed to lose; `unread` positions, which a draft call reads
-        by itself, once; `passes` that it makes.
-        """
-        self._history, self._sizes, gap = history, sizes[1:], costs.gap_before
+    def __init__(self, policy: "RowPolicy"):
+        costs, history, unread = policy.costs, policy.history, policy.unread
+        self._history, self._sizes, gap = history, policy.sizes[1:], costs.gap_before
         # Each is asked for once: a look at all costs takes a hundredth of a plain step on a fast CPU.
-        root_s, *self._trees_s = costs.of_sizes(sizes)
+        root_s, *self._trees_s = costs.of_sizes(policy.sizes)
         self.plain_s = root_s + gap("plain")  # of a plain step and what the host does before it
         # Of a draft call, with the positions that wait: what plans leave unread is read again and again.
         backlog = min(history.unchanged, WAITS[-1]) if unread else history.unchanged
-        self._call_s = passes * costs.draft_call(history.mix) + costs.backlog * backlog
+        self._call_s = policy.passes * costs.draft_call(history.mix) + costs.backlog * backlog
         # What it takes once to read what the draft has not seen; the tokens that are still expected.
         self._unread_s = costs.backlog * max(0, unread - WAITS[-1])
         self._horizon = max(HORIZON, history.steps)
         draft_s = self._call_s + gap("draft")
         self._drafted_s = [cost + draft_s for cost in self._trees_s]
         self._lookup_gap_s, self._most = gap("lookup"), history.acceptance.most()
-        self._credit = credit
 
     def best_draft(self, best: Plan, speed: float) -> tuple[Plan, float]:
         """Return the fastest plan of plain steps and a draft call, if any beats `speed` tokens a second."""
@@ -189,7 +160,7 @@ class PlanRates:
         """Return the fastest copy of what prompt lookup found, if any beats `speed` tokens a second."""
         for rows, steps in self.copies():
             rate = _copied_tokens(min(rows, copied + 1), probability) / (steps * self.plain_s)
-            if rate > speed and _shortfall(steps, probability) <= self._credit:
+            if rate > speed and _shortfall(steps, probability) <= self._history.usual.credit:
                 best, speed = Plan(rows, False, lookup=True), rate
         return best, speed
 
@@ -203,13 +174,10 @@ class PlanRates:
         waited, least = self._history.waited, min(self._drafted_s) / self.plain_s
         if waited + 1 + self._most > MARGIN * (waited + least):
             return 0
-        return min(HOPELESS_INTERVAL, math.ceil(self._least_loss() / TEXT_SHARE - self._history.steps))
+        return min(HOPELESS_INTERVAL, math.ceil(self.least_loss() / TEXT_SHARE - self._history.steps))
 
-    def may_probe(self, most: float) -> bool:
-        """Return whether a draft call may lose no more than `most` plain steps: a bound."""
-        return self._least_loss() <= most
-
-    def _least_loss(self) -> float:
+    def least_loss(self) -> float:
+        """Return less plain steps than any draft call may lose."""
         return min(self._call_s, min(self._drafted_s) - (1 + self._most) * self.plain_s) / self.plain_s
 
     def probe(self) -> tuple[Plan, float]:
@@ -258,14 +226,13 @@ class RowPolicy:
         """
         self.costs = costs
         self._drafts = drafts
-        self._sizes = [rows for rows in sizes if rows < max_rows] + [max_rows]
+        self.sizes = [rows for rows in sizes if rows < max_rows] + [max_rows]
         self._adaptive = adaptive
         self._padded = sizes is not EAGER_SIZES
-        self.history = TextHistory(self._sizes, drafts)
-        self.mixes = Mixes(drafts, self._sizes)
+        self.history = TextHistory(self.sizes, drafts)
+        self.mixes = Mixes(drafts, self.sizes)
         self.passes = 1.0  # that the next draft call makes
         self.unread = 0  # positions that the draft reads by itself and has not: of a prompt, mostly
-        self.account = Account()
         # See `PlanRates`; of the last decision, and for how many steps of the text.
         self._copies: list[tuple[int, float]] = []
         self._copies_until = 0
@@ -287,7 +254,7 @@ class RowPolicy:
         plan = self._with_mix(plan) if plan.draft and self._drafts > 1 else plan
         self.history.end_steps(rows=plan.rows, draft=plan.draft)
         if plan.rows == 1:
-            self.account.settle(1, 1)
+            self.settle(1, 1)
         return plan
 
     def _with_mix(self, plan: Plan) -> Plan:
@@ -319,10 +286,7 @@ class RowPolicy:
         return self._next_decision() - self.history.unchanged
 
     def rest_at_first(self) -> int:
-        """Begin the text; return how many of its first steps are plain unless prompt lookup finds something.
-
-        Decided before the first token, since it takes a sixth of a plain step: 3% of an answer of 6 tokens.
-        """
+        """Begin the text; return how many of its first steps are plain unless a copy pays: before its first."""
         if self._padded or not self._adaptive or self._plain_is_due():
             return 0
         self.history.begin()
@@ -334,7 +298,7 @@ class RowPolicy:
             return True
         return any(
             _copied_tokens(min(rows, copied + 1), probability) > MARGIN * steps
-            and _shortfall(steps, probability) <= self.account.credit
+            and _shortfall(steps, probability) <= self.history.usual.credit
             for rows, steps in self._copies
         )
 
@@ -343,10 +307,17 @@ class RowPolicy:
         self.history.begin_steps(steps)
         self.mixes.step(steps)
         self.history.end_steps(steps)
-        self.account.settle(steps, steps)
+        self.settle(steps, steps)
+
+    def settle(self, tokens: int, plain_steps: float) -> None:
+        """Count the tokens of plain steps or of a copy, and the plain steps that take as long.
+
+        A copy may lose a share of all time so far, and what copies have gained.
+        """
+        self.history.usual.credit += tokens - (1 - TEXT_SHARE) * plain_steps
 
     def _decide(self, copied: int, probability: float) -> Plan:
-        largest = self._sizes[-1]
+        largest = self.sizes[-1]
         if not self._adaptive:
             self.history.mix = self.mixes.last
             return Plan(largest, self._drafts > 0, lookup=not self._drafts and copied > 0)
@@ -356,23 +327,16 @@ class RowPolicy:
             return PLAIN
         history = self.history
         history.mix = self.mixes.best(self.costs.of, self.costs.draft_call)
-        rates = PlanRates(
-            self.costs,
-            self._sizes,
-            history,
-            credit=self.account.credit,
-            unread=self.unread,
-            passes=self.passes,
-        )
+        rates = PlanRates(self)
         best, speed = PLAIN, MARGIN / rates.plain_s
         if not self._padded:
             self._copies, self._copies_until = rates.copies(), history.steps + HOPELESS_INTERVAL
         if drafts:
             best, speed = rates.best_draft(best, speed)
-            history.hopeless_for(rates.hopeless_for())
+            history.hopeless = history.unchanged + max(rates.hopeless_for(), -history.unchanged)
         if copied:
             best, speed = rates.best_lookup(best, speed, copied, probability)
-        if drafts and best.rows == 1 and rates.may_probe(TEXT_SHARE * history.steps):
+        if drafts and best.rows == 1 and rates.least_loss() <= TEXT_SHARE * history.steps:
             probe, loss = rates.probe()
             if self._pays_to_know(loss):
                 return probe

@@ -20,6 +20,7 @@ from bough.spec.draft_call import TREE_WORDS, Ask, DraftCall, DraftReport, HostD
 from bough.spec.draft_model import DraftModel, NoDraftModel
 from bough.spec.drafter import (
     DevicePaths,
+    Drafter,
     Features,
     HostPath,
     Notes,
@@ -64,12 +65,6 @@ class _Text:
     expected: list[float] = field(default_factory=list)  # tokens accepted of a draft call, by size
     asked: tuple[int, int] | None = None  # number of the call, index in it
 
-    def wake(self) -> None:
-        """Let the policy know of steps that it did not plan."""
-        if self.rested:
-            self.policy.rested(self.rested)
-        self.resting = self.rested = 0
-
     def take(self, rows: int) -> None:
         """Note how many rows it had in a step of several texts."""
         history = self.policy.history
@@ -93,7 +88,9 @@ class _Text:
 
     def begin_turn(self, turn: Turn) -> None:
         """Begin a step that is planned: look up what needs no draft."""
-        self.wake()
+        if self.rested:
+            self.policy.rested(self.rested)
+        self.resting = self.rested = 0
         self.catch_up(turn.text)
         self.position, self.plan = turn.position, PLAIN
         self.asked = self.report = None
@@ -135,7 +132,7 @@ class _Text:
         return copied[: len(turn.constraint.kept(chain, range(-1, len(copied)))) - 1], score
 
 
-class Speculator:
+class Speculator(Drafter):
     _draft_calls: dict[tuple[int, bool], DraftCall]  # by mix, and whether it compares; set by `bind`
     _call: DraftCall  # the last one called
 
@@ -390,7 +387,7 @@ class Speculator:
             costs.observe_backlog(backlog_s, positions)
         if plan.lookup:
             spent = (draft_s + outcome.verify_cost) / costs.of(1)
-            text.policy.account.settle(len(outcome.tokens), spent)
+            text.policy.settle(len(outcome.tokens), spent)
         self._observed = slot, self._clock()
         kind = "draft" if plan.draft else "lookup" if outcome.rows > 1 else "plain"
         # On a host the gap before a plain step is that of one that was not planned: planning is half of it.
