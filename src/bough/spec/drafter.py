@@ -145,7 +145,7 @@ class Drafter:
     As it stands it proposes nothing: plain decoding.
     """
 
-    features = Features()
+    features: Features = Features()
 
     def bind(self, rank: Rank) -> list[CapturedFunction]:
         """Set the sampler's ranking, once; return the draft calls that can be captured as CUDA graphs."""

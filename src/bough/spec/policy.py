@@ -286,7 +286,7 @@ class RowPolicy:
         return self._next_decision() - self.history.unchanged
 
     def rest_at_first(self) -> int:
-        """Begin the text; return how many of its first steps are plain unless a copy pays: before its first."""
+        """Begin a text, before its first token; return how many steps are plain unless a copy pays."""
         if self._padded or not self._adaptive or self._plain_is_due():
             return 0
         self.history.begin()
