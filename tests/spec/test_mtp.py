@@ -158,7 +158,7 @@ def later_positions(x: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
 
 def begin_at_zero(model: MTPModel, slot: int) -> None:
     model._buffers.ring.lengths.zero_()
-    model._waiting[slot] = []
+    model._waiting[slot] = 0
 
 
 ANGLES = mtp.rope_angles

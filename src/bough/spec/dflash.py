@@ -57,7 +57,7 @@ class DFlashModel(WaitingFeatures):
     def begin(self, slot: int) -> None:
         self._buffers.lengths[slot] = 0
         self._buffers.starts[slot] = 0
-        self._waiting[slot] = []
+        self._waiting[slot] = 0
 
     def _add(self, slot: int, features: Tensor, *, skipped: int) -> None:
         self._draft.append(features, self._slots(slot), self._buffers, skipped=skipped)
@@ -137,4 +137,4 @@ class DFlashModel(WaitingFeatures):
 
     def restore(self, slot: int, saved: SavedRings) -> None:
         restore_rings(self._buffers, slot, saved)
-        self._waiting[slot] = []
+        self._waiting[slot] = 0

@@ -43,7 +43,7 @@ class MTPModel(WaitingFeatures):
     def begin(self, slot: int) -> None:
         self._buffers.ring.lengths[slot] = 0
         self._buffers.ring.starts[slot] = 1
-        self._waiting[slot] = []
+        self._waiting[slot] = 0
 
     def _add(self, slot: int, features: Tensor, *, skipped: int) -> None:
         self._block.append(features, self._slots(slot), self._buffers, skipped=skipped)
@@ -108,7 +108,7 @@ class MTPModel(WaitingFeatures):
         *rings, (hidden, _) = saved.rings
         restore_rings(self._buffers.ring, slot, SavedRings(saved.length, saved.start, rings))
         self._buffers.newest.restore(slot, hidden)
-        self._waiting[slot] = []
+        self._waiting[slot] = 0
 
 
 def _selected(hidden: Tensor, paths: DraftPaths, rows: Tensor) -> tuple[Tensor, DraftPaths]:

@@ -343,7 +343,6 @@ class RowPolicy:
         return best
 
     def _draft_is_due(self) -> bool:
-        """Return whether to decide about the draft."""
         return self._padded or self._next_decision() == self.history.unchanged
 
     def _next_decision(self) -> int:

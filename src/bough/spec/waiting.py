@@ -3,10 +3,11 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-_MOST = 512  # rows that wait, or pieces of a few rows
+_BLOCK = 5 << 20  # bytes that wait on a CPU, in memory written before: fresh memory is 5 page faults a step
 
 
 class WaitingFeatures(ABC):
@@ -16,7 +17,8 @@ class WaitingFeatures(ABC):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._waiting: dict[int, list[Tensor]] = {}
+        self._waiting: dict[int, int] = {}  # rows by slot, the first of its block
+        self._blocks: dict[int, np.ndarray] = {}
         self._slot_tensors: dict[int, Tensor] = {}
 
     @abstractmethod
@@ -28,21 +30,22 @@ class WaitingFeatures(ABC):
         """Remove the newest positions from the state."""
 
     def append(self, slot: int, features: Tensor, *, skipped: int = 0) -> None:
-        """Add features [n, taps * width] after `skipped` positions that no ring holds; a few rows wait."""
-        # `len` of a tensor is slow, and this is called at every step.
-        if skipped or features.shape[0] >= _MOST:
+        """Add features [n, taps * width] after `skipped` positions that no ring holds; on a CPU they wait."""
+        rows, width = features.shape  # `len` of a tensor is slow, and this is called at every step
+        most = _BLOCK // (4 * width) if self._device.type == "cpu" else 0
+        if skipped or self._waiting[slot] + rows > most:
             self.flush(slot)
-            self._add(slot, features[None], skipped=skipped)
-            return
-        waiting = self._waiting[slot]
-        waiting.append(features)
-        if len(waiting) == _MOST:
-            self.flush(slot)
+            if skipped or rows > most:
+                return self._add(slot, features[None], skipped=skipped)
+        if slot not in self._blocks:
+            self._blocks[slot] = np.ones((most, width), np.float32)
+        end = self._waiting[slot] = self._waiting[slot] + rows
+        self._blocks[slot][end - rows : end] = features.numpy()
 
     def rollback(self, slot: int, count: int) -> None:
         """Remove the last `count` positions of the last append or commit."""
-        if waiting := self._waiting[slot]:
-            waiting[-1] = waiting[-1][: len(waiting[-1]) - count]
+        if self._waiting[slot]:
+            self._waiting[slot] -= count
         else:
             self._remove(slot, count)
 
@@ -57,9 +60,7 @@ class WaitingFeatures(ABC):
 
     def flush(self, slot: int, text: Sequence[int] = ()) -> int:
         """Add them to the state; return how many there were."""
-        if not (waiting := self._waiting[slot]):
-            return 0
-        rows = torch.cat(waiting)
-        self._add(slot, rows[None], skipped=0)
-        self._waiting[slot] = []
-        return len(rows)
+        rows, self._waiting[slot] = self._waiting[slot], 0
+        if rows:
+            self._add(slot, torch.tensor(self._blocks[slot][None, :rows]), skipped=0)
+        return rows

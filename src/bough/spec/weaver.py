@@ -53,7 +53,7 @@ class WeaverModel(WaitingFeatures):
 
     def begin(self, slot: int) -> None:
         self._draft.begin(slot)
-        self._waiting[slot] = []
+        self._waiting[slot] = 0
 
     def _add(self, slot: int, features: Tensor, *, skipped: int) -> None:
         self._draft.append(slot, features[0, :, : self._columns].contiguous(), skipped=skipped)
@@ -98,7 +98,7 @@ class WeaverModel(WaitingFeatures):
         *rings, (hidden, _) = saved.rings
         self._draft.restore(slot, SavedRings(saved.length, saved.start, rings))
         self._newest.restore(slot, hidden)
-        self._waiting[slot] = []
+        self._waiting[slot] = 0
 
 
 class _PathScores:
