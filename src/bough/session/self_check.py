@@ -59,6 +59,7 @@ def shapes_of(file: GGUFFile, config: EngineConfig, plan: MemoryPlan) -> Shapes:
         window=config.window,
         sliding=next((layer.window for layer in spec.attention if layer.window is not None), None),
         host_embedding=plan.host_embedding,
+        cached_experts=plan.estimate.expert_slots is not None,
         rotation=None if (rotated := rotation_of(file)) is None else rotated.block,
         sequences=plan.sequences,
     )
