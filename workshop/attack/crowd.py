@@ -28,8 +28,8 @@ POOLS = 21  # threads that check requests; they stay
 WORDS = ("adds", "sorts a list", "counts words", "reverses a text", "finds primes", "writes a file")
 TOOL = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 9}}, "required": ["city"]}
 _VOLATILE = """
-id created created_at usage timings system_fingerprint completed_at item_id call_id bough total_duration response
-load_duration prompt_eval_duration eval_duration prompt_eval_count obfuscation sequence_number
+id created created_at usage timings system_fingerprint completed_at item_id call_id bough total_duration
+load_duration prompt_eval_duration eval_duration prompt_eval_count obfuscation response sequence_number
 """
 VOLATILE = set(_VOLATILE.split())
 
