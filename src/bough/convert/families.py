@@ -30,6 +30,7 @@ class ModelFamily:
 
 _QWEN35 = ModelFamily("qwen35", hybrid=True, head_norms=True)
 _QWEN35_MOE = ModelFamily("qwen35moe", hybrid=True, experts=True, shared_expert=True, head_norms=True)
+_LLAMA = ModelFamily("llama", interleaved_rope=True)
 _MUSE = ModelFamily("muse-glimmer", interleaved_rope=True, sliding=True)
 # With the classes and the model types that configurations name.
 _FAMILIES = (
@@ -38,7 +39,7 @@ _FAMILIES = (
     (ModelFamily("qwen3", head_norms=True), "Qwen3ForCausalLM", "qwen3"),
     (ModelFamily("qwen3moe", experts=True, head_norms=True), "Qwen3MoeForCausalLM", "qwen3_moe"),
     (ModelFamily("qwen2", qkv_biases=True), "Qwen2ForCausalLM", "qwen2"),
-    (ModelFamily("llama", interleaved_rope=True), "LlamaForCausalLM", "llama"),
+    (_LLAMA, "LlamaForCausalLM", "llama"),
     (_MUSE, "MuseGlimmerForConditionalGeneration", "muse_glimmer muse_glimmer_text"),
 )
 _BY_CLASS = {name: family for family, classes, _ in _FAMILIES for name in classes.split()}
