@@ -38,7 +38,6 @@ class DraftPaths:
     values: Tensor
 
     def select(self, rows: Tensor) -> "DraftPaths":
-        """Return the paths at indices [W]."""
         return DraftPaths(self.keys[rows], self.values[rows])
 
 
@@ -107,10 +106,8 @@ class MTPBlock:
         x = self.fuse(embeddings, hidden[:, :-1])
         positions = ring.lengths[slots][:, None] + torch.arange(rows, device=self.device)
         k, v = self._heads(self._key_value(rms_norm(x, self._norm, self.spec.eps)))
-        pools = {"keys": ring.keys[0], "values": ring.values[0]}
-        tables = {"slots": slots, "positions": positions, "count": count}
-        angles = rope_angles(positions, self._frequencies)
-        ring_heads(k, v, self._key_norm, self.spec.eps, *angles, **pools, **tables)
+        angles, tables = rope_angles(positions, self._frequencies), {"positions": positions, "count": count}
+        ring_heads(k, v, self._key_norm, self.spec.eps, *angles, ring=ring.layer(0, slots), **tables)
         ring.lengths.index_add_(0, slots, count)
 
     def fuse(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
@@ -140,10 +137,7 @@ class MTPBlock:
             k, v = torch.cat([paths.keys, k], 1), torch.cat([paths.values, v], 1)
         # The kernel wants a query for every row of a block; those of earlier rows are not used.
         q = torch.cat([q.new_zeros(len(q), drafted, *q.shape[2:]), q], 1)
-        tables = (slots, ring.lengths, ring.starts)
-        out = block_attention(
-            q, k, v, positions, ring.keys[0], ring.values[0], *tables, window=None, causal=True
-        )
+        out = block_attention(q, k, v, positions, ring.layer(0, slots), window=None, causal=True)
         x = x + self._out((out[:, -1:] * gate.sigmoid()).flatten(-2))
         x = x + self._ffn(rms_norm(x, self._ffn_norm, spec.eps)).view_as(x)
         return rms_norm(x, self._head_norm, spec.eps), DraftPaths(k, v)
