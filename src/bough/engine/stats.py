@@ -9,7 +9,8 @@ from bough.spec.drafter import Shares
 
 _REPORTED = (  # by `RequestStats.as_dict`
     *("prompt_tokens", "cached_tokens", "cached_after_answer", "generated_tokens", "reasoning_tokens"),
-    *("reasoning_loops", "steps", "plain_steps", "acceptance_length", "accepted_by_position"),
+    *("reasoning_loops", "answer_loops", "avoided_sentences", "steps", "plain_steps"),
+    *("acceptance_length", "accepted_by_position"),
     *("rows_per_step", "ttft_s", "prefill_tok_s", "decode_tok_s", "draft_s", "verify_s", "commit_s"),
     *("seed", "notes"),
 )
@@ -35,6 +36,8 @@ class RequestStats:
     generated_tokens: int = 0
     reasoning_tokens: int = 0  # of the generated ones
     reasoning_loops: int = 0  # reasoning that was ended because it repeated itself
+    answer_loops: int = 0  # an answer that was
+    avoided_sentences: int = 0  # of a chat's answers, that would have stood there too often
     steps: int = 0
     step_tokens: int = 0  # committed by steps; the first token comes from prefill and is not among them
     plain_steps: int = 0  # with a tree that was only its root
