@@ -34,7 +34,7 @@ from bough.models.vision_spec import REMEMBERED, VisionSpec, tower_bytes, worksp
 from bough.models.weaver import WeaverHead
 from bough.models.weaver_spec import WeaverFile
 from bough.spec.mtp import BEAMS, STEPS
-from bough.spec.small_model import SMALL_ROWS
+from bough.spec.small_model import SMALL_BEAMS, SMALL_PIECE, SMALL_ROWS
 from bough.spec.weaver import CANDIDATES, WIDTH
 from bough.state.draft_ring import draft_buffers, mtp_buffers
 from bough.state.sequences import PAGE, SequenceStates
@@ -189,7 +189,9 @@ def estimate_memory(
     widened = {type.name: size for type, size in loader.widened.items()}
     prefill = {
         # An image is encoded before the first layer of its chunk.
-        chunk: max(encoding, prefill_bytes(spec, chunk, draft.taps, int8=config.prefill == "int8"))
+        chunk: max(
+            encoding, draft.prefill, prefill_bytes(spec, chunk, draft.taps, int8=config.prefill == "int8")
+        )
         if on_gpu
         else encoding
         for chunk in _chunk_sizes(config, device_type)
@@ -237,11 +239,13 @@ class _DraftNeed:
     parts: Mapping[str, int]
     taps: int = 0
     values: int = 0  # of a captured draft call, each of 4 bytes
+    prefill: int = 0  # bytes of the workspace in which it reads a text by itself
 
     def __add__(self, other: "_DraftNeed") -> "_DraftNeed":
         names = {**self.parts, **other.parts}
         parts = {name: self.parts.get(name, 0) + other.parts.get(name, 0) for name in names}
-        return _DraftNeed(parts, self.taps + other.taps, self.values + other.values)
+        prefill = max(self.prefill, other.prefill)
+        return _DraftNeed(parts, self.taps + other.taps, self.values + other.values, prefill)
 
 
 def _draft_need(
@@ -287,15 +291,32 @@ def _small_need(
     native: bool,
 ) -> _DraftNeed:
     """Return the need of a small model: its weights, the KV cache of one text, and its states."""
-    with open_small_model(draft.path, target, device_type=device_type) as (file, spec):
+    tiles, dtype, slots = device_type == "cuda", compute_dtype(device_type), rings["slots"] + 1
+    with open_small_model(draft.path, target) as (file, spec):
         if native and native_gap(file, spec, SMALL_KV) is None:
             weights = packed_model_bytes(file, spec)
         else:
-            weights = held_bytes(Decoder(spec, MeasuringLoader(file, tiles=False, expand=expand), _CPU))
-        context = min(rings["max_ctx"], spec.context_length, draft.context or spec.context_length)
-        states = _state_bytes(spec, SMALL_ROWS, rings["slots"], torch.float32)
-        kv = context * kv_bytes_per_token(spec, SMALL_KV)
-    return _DraftNeed({"draft": weights, "draft context": kv + sum(states.values())})
+            loader = MeasuringLoader(file, tiles=tiles, dtype=dtype, expand=expand)
+            weights = held_bytes(Decoder(spec, loader, _CPU))
+    context = small_context(spec, draft, rings["max_ctx"])
+    kv = context * kv_bytes_per_token(spec, SMALL_KV)
+    if tiles:
+        kv = (small_pages(context, rings["slots"]) + 1) * PAGE * kv_bytes_per_token(spec, SMALL_KV)
+        kv += _ENTRY * slots * -(-(context + SMALL_ROWS) // PAGE)
+    state = kv + 4 * slots * spec.width + sum(_state_bytes(spec, SMALL_ROWS, slots, dtype).values())
+    values = 2 * SMALL_BEAMS * spec.vocab_size + _forward_values(spec, SMALL_ROWS) if tiles else 0
+    prefill = prefill_bytes(spec, SMALL_PIECE) if tiles else 0
+    return _DraftNeed({"draft": weights, "draft context": state}, values=values, prefill=prefill)
+
+
+def small_context(spec: ModelSpec, draft: DraftConfig, max_ctx: int) -> int:
+    """Return how long a text may be for which a small model proposes."""
+    return min(max_ctx, spec.context_length, draft.context or spec.context_length)
+
+
+def small_pages(context: int, sequences: int) -> int:
+    """Return the KV pages of a small model on a GPU: of one whole text, and some for each of the others."""
+    return -(-(context + SMALL_ROWS) // PAGE) + 2 * sequences
 
 
 def _block_draft_need(
@@ -365,14 +386,18 @@ def _state_bytes(spec: ModelSpec, rows: int, sequences: int, input_dtype: torch.
 def _step_bytes(spec: ModelSpec, rows: int, draft: _DraftNeed, sequences: int) -> int:
     """Return the bytes of captured steps: each size has its own logits and features and shares the rest."""
     outputs = sum(size for size in SIZES if size <= rows) * (spec.vocab_size + draft.taps * spec.width)
+    return 4 * (outputs + max(_forward_values(spec, rows), sequences * draft.values))
+
+
+def _forward_values(spec: ModelSpec, rows: int) -> int:
+    """Return how many values a forward pass over trees has at a time, without what it returns."""
     inner = max(spec.feed_forward, spec.experts.shared_width if spec.experts else 0)
     channels = spec.delta.channels + spec.delta.inner if spec.delta else 0
     heads = (2 * spec.heads + 2 * spec.kv_heads) * spec.head_dim
     padded = max(rows, BUCKETS[0])  # as the matmul kernels pad them
     activations = padded * (8 * spec.width + 4 * inner + 3 * max(channels, heads) + 2 * _SPLIT_K_BLOCKS * 128)
     activations += rows * _expert_bytes(spec) // 4
-    activations += _attention_values(rows, spec.heads, spec.kv_heads, spec.head_dim)
-    return 4 * (outputs + max(activations, sequences * draft.values))
+    return activations + _attention_values(rows, spec.heads, spec.kv_heads, spec.head_dim)
 
 
 def _expert_bytes(spec: ModelSpec) -> int:

@@ -10,13 +10,14 @@ from torch import Tensor
 from bough.config import DraftConfig, EngineConfig, SpecConfig
 from bough.engine.engine import Engine
 from bough.gguf.reader import GGUFFile
-from bough.memory.estimate import SMALL_KV, draft_quant, ring_dtype, uses_mtp
+from bough.memory.estimate import SMALL_KV, draft_quant, ring_dtype, small_context, small_pages, uses_mtp
 from bough.memory.planner import MemoryPlan
 from bough.models.decoder import Decoder, Target
 from bough.models.dflash import DFlashDraft, open_draft
 from bough.models.measure import MeasuringLoader
 from bough.models.mtp import MTPBlock
 from bough.models.newest import NewestHidden
+from bough.models.small import is_small_model, open_small_model
 from bough.models.step import SIZES
 from bough.models.vision import VisionTower
 from bough.models.weaver import WeaverHead
@@ -84,23 +85,27 @@ def small_model(
 ) -> SmallModel:
     """Return a small model with its state."""
     assert config.draft is not None and config.speculation is not None
-    spec = model.spec
+    static = model.device.type == "cuda"
+    context = small_context(model.spec, config.draft, plan.max_ctx)
+    pages = small_pages(context, plan.sequences) if static else None
     states = SequenceStates(
-        spec,
-        max_ctx=min(plan.max_ctx, spec.context_length, config.draft.context or spec.context_length),
-        slots=plan.sequences,
+        model.spec,
+        max_ctx=context,
+        slots=plan.sequences + 1,
         max_rows=SMALL_ROWS,
-        cache=CacheConfig(*SMALL_KV),
+        device=model.device,
+        cache=CacheConfig(*SMALL_KV, pages=pages),
+        input_dtype=model.dtype,
+        static=static,
     )
-    draft = SmallModel(
+    return SmallModel(
         model,
         states,
         vocabulary=target.spec.vocab_size,
         budget=config.speculation.budget,
         costs=costs if config.speculation.adaptive else None,
+        static=static,
     )
-    draft.measure()
-    return draft
 
 
 def weaver_model(
@@ -160,7 +165,12 @@ def rehearse(file: GGUFFile, config: EngineConfig, plan: MemoryPlan, device: tor
     target, drafter = Decoder(spec, loader, device), NoDrafter()
     if config.speculation is not None:
         model: DraftModel | None = None
-        if config.draft is not None:
+        if config.draft is not None and is_small_model(config.draft.path):
+            with open_small_model(config.draft.path, file) as (small, shape):
+                small_decoder = Decoder(shape, MeasuringLoader(small, tiles=True), device)
+            model = small_model(small_decoder, config, target, plan, StepCosts())
+            model.rehearse()
+        elif config.draft is not None:
             quant = draft_quant(config.draft, device.type)
             with open_draft(config.draft.path, spec, quant=quant, causal=config.draft.causal) as opened:
                 loader = MeasuringLoader(opened[1], tiles=True)

@@ -425,11 +425,11 @@ def _small_model(
 ) -> SmallModel:
     """Load a small model: into the native library where the target is, if it can run it."""
     model: Target
-    with open_small_model(path, file, device_type=target.device.type) as (small, spec):
+    with open_small_model(path, file) as (small, spec):
         if isinstance(target, NativeDecoder) and native_gap(small, spec, SMALL_KV) is None:
             model = NativeDecoder.load(small, target.library, mode=INT8)
         else:
-            model = Decoder.load(small, dtype=target.dtype, expand=plan.expanded)
+            model = Decoder.load(small, device=target.device, dtype=target.dtype, expand=plan.expanded)
     return small_model(model, config, target, plan, costs)
 
 
@@ -437,13 +437,15 @@ def _measure(engine: Engine, costs: StepCosts, drafter: Drafter) -> None:
     """Measure on a CPU what earlier runs have not, so that it is not found out on the user's text."""
     if not {1, engine.max_rows} <= costs.step.keys():
         costs.fill({rows: each.verify_cost for rows, each in engine.warmup.measure_steps().items()}, 0.0)
-    if drafter.features.taps and not costs.draft_call():
+    if drafter.passes and not costs.draft_call():
         costs.fill({}, engine.warmup.measure_draft())
 
 
 def _draft_seconds(drafter: Drafter, times: Mapping[int, StepTimes]) -> float:
-    """Return what a draft call takes; 0 without a draft model."""
-    return min((each.draft_s for each in times.values()), default=0.0) if drafter.features.taps else 0.0
+    """Return what a forward pass of a draft call takes; 0 without a draft."""
+    if not drafter.passes:
+        return 0.0
+    return min((each.draft_s for each in times.values()), default=0.0) / drafter.passes
 
 
 def _computing(config: EngineConfig, plan: MemoryPlan, device: torch.device) -> str:

@@ -140,6 +140,11 @@ class Drafter(Protocol):
     @property
     def features(self) -> Features: ...
 
+    @property
+    def passes(self) -> float:
+        """Return how many forward passes the last draft call made; 0: there is no draft to call."""
+        ...
+
     def bind(self, rank: Rank) -> list[CapturedFunction]:
         """Set the sampler's ranking, once; return the draft calls that can be captured as CUDA graphs."""
         ...
@@ -207,7 +212,7 @@ class Drafter(Protocol):
 class NoDrafter:
     """Plain decoding: proposes the root alone."""
 
-    features = Features()
+    features, passes = Features(), 0
 
     def bind(self, rank: Rank) -> list[CapturedFunction]:
         return []

@@ -179,6 +179,10 @@ class Speculator:
         self._lessons = LessonQueue()
         self._alone = True  # the current step is that of one text, and planned as such
 
+    @property
+    def passes(self) -> float:
+        return self._call.passes if self._has_draft else 0
+
     def bind(self, rank: Rank) -> list[CapturedFunction]:
         calibrations = {draft: Calibration(self._device) for mix in self._mixes for draft in mix}
         share, candidates = Share(self._device), 1 if self._config.chain else CANDIDATES
@@ -326,8 +330,9 @@ class Speculator:
     def _call_once(self) -> None:
         """Call the draft for the text that was begun last, to see what that takes."""
         *_, slot = self._texts
-        self._call = self._draft_calls[0, False]
-        self._call([Ask(slot, 0, [], 0.0, [0])], short=self._policy.rows_are_dear)
+        self._call, self._calls = self._draft_calls[0, False], self._calls + 1
+        text = [0] * self._calls  # a draft that reads it has something to read
+        self._call([Ask(slot, 0, [], 0.0, text)], short=self._policy.rows_are_dear)
 
     # -- Steps of one text: the tree stays on the device
 
