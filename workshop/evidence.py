@@ -1,13 +1,15 @@
 """Runs the evidence of one commit on a GPU in parts, which can go on in a later command, and lists them.
 
-    python -m workshop evidence --folder FOLDER --pair FOLDER --data FOLDER [--real FOLDER] [--only tests]
+    python -m workshop evidence --folder FOLDER --pair FOLDER --data FOLDER [--real FOLDER] [--llama FOLDER]
+        [--only tests]
     python -m workshop evidence --folder FOLDER --list
 
 --folder has a line for every part that ended, in evidence.jsonl, and each part's own lines in a file, which
 name commit, command, date and card. Parts of this commit that succeeded are not run again. --pair has
 target.gguf and draft.gguf of 27B shapes (`bough grow`), --real those of a published model, --data the suites
-of prompts. A part begins only if its folders are there and the time that it needs is left (--seconds).
-Nothing is run for a tree with changes, whose lines nobody could repeat; a copy without git gets --commit.
+of prompts, --llama llama.cpp's libraries for CUDA (beside_llama.py). A part begins only if its folders are
+there and the time that it needs is left (--seconds). Nothing is run for a tree with changes, whose lines
+nobody could repeat; a copy without git gets --commit.
 """
 
 import json
@@ -31,7 +33,7 @@ BOUGH = [sys.executable, "-c", "from bough.cli.main import main; main()"]
 
 @dataclass(frozen=True, slots=True)
 class EvidencePart:
-    """A command and the seconds that it took on an H200; {pair}, {real}, {data} and {out} are filled in."""
+    """A command and the seconds that it took on an H200; names of folders in braces are filled in."""
 
     shows: str
     seconds: float
@@ -53,6 +55,10 @@ _SANITIZED = (
     " --error-exitcode 9 {tool} {{python}} -m workshop gpu.one_step --sequences 2"
 )
 _LOAD = "--data {data} --least 128 --seconds 8 --idle 6 --users 1 2 4 8 16 --short --long 32000"
+_BESIDE = (
+    "--device cuda --llama {{llama}} --data {{data}} --model {{{0}}}/target.gguf --draft {{{0}}}/draft.gguf"
+    " --suites humaneval --prompts 4 --n-gen 128 --rounds 2 --prefill 512,8192 --users 1,4,8,16"
+)
 PARTS = {
     "tests": EvidencePart(
         "kernels and texts", 300, 'pytest -m "gpu and not slow" -n 14 tests/gpu tests/train'
@@ -100,6 +106,13 @@ PARTS = {
         "bough bench humaneval,gsm8k,mtbench {real}/target.gguf --draft {real}/draft.gguf --data {data}"
         " --prompts 20 -n 640 --lines {out}",
     ),
+    # Not run yet: estimates, llama.cpp's compilation of its kernels included.
+    "llama.cpp": EvidencePart(
+        "the same file in llama.cpp", 400, _case("beside_llama", _BESIDE.format("pair"))
+    ),
+    "llama.cpp-real": EvidencePart(
+        "a published model in llama.cpp", 200, _case("beside_llama", _BESIDE.format("real"))
+    ),
     "memcheck": EvidencePart("accesses out of bounds", 200, _SANITIZED.format(tool="--tool memcheck")),
     "racecheck": EvidencePart(
         "races, but in cuBLAS, which has ten",
@@ -117,6 +130,7 @@ def main(
     pair: Annotated[Path, "folder of the grown pair"] = Path("grown-27b"),
     real: Annotated[Path, "folder of a published pair"] = Path("real"),
     data: Annotated[Path, "folder of the suites"] = Path("data"),
+    llama: Annotated[Path, "folder of llama.cpp's libraries"] = Path("llama"),
     only: Annotated[str, "parts, in the order in which they run"] = ",".join(PARTS),
     commit: Annotated[str, "of this tree, where git does not say it"] = "",
     list: Annotated[bool, "say what has been run, and run nothing"] = False,
@@ -129,7 +143,7 @@ def main(
         return 2
     done = {line["part"] for line in read(folder) if line["commit"] == facts["commit"] and line["passed"]}
     failed = False
-    places = {"pair": pair, "real": real, "data": data}
+    places = {"pair": pair, "real": real, "data": data, "llama": llama}
     for name in only.split(","):
         part = PARTS[name]
         absent = [f"no folder {place}" for key, place in places.items() if not part.has(key, place)]

@@ -5,6 +5,7 @@ The folder can be `package/bins/linux-x64` of the npm package @node-llama-cpp/li
 
 import ctypes as c
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -43,7 +44,10 @@ _CHUNK = 512
 
 
 class LlamaCpp:
-    def __init__(self, libraries: Path, model: Path, *, threads: int, context: int = 4096):
+    def __init__(
+        self, libraries: Path, model: Path, *, threads: int, context: int = 4096, sequences: int = 1
+    ):
+        """`context` tokens, of all sequences together."""
         c.CDLL(str(libraries / "libggml-base.so"), mode=c.RTLD_GLOBAL)
         ggml, self._c = (
             c.CDLL(str(next(libraries.glob(f"lib{name}.*so*"))), mode=c.RTLD_GLOBAL)
@@ -62,7 +66,7 @@ class LlamaCpp:
         lib.llama_init_from_model.argtypes = [c.c_void_p, _Parameters]
         lib.llama_init_from_model.restype = c.c_void_p
         lib.llama_n_threads.argtypes = [c.c_void_p]
-        self._context = lib.llama_init_from_model(self._model, self._parameters(context, threads))
+        self._context = lib.llama_init_from_model(self._model, self._parameters(context, threads, sequences))
         assert self._context and lib.llama_n_threads(self._context) == threads
         lib.llama_decode.argtypes = [c.c_void_p, _Batch]
         lib.llama_get_logits_ith.argtypes = [c.c_void_p, c.c_int32]
@@ -77,38 +81,55 @@ class LlamaCpp:
         self._common = c.CDLL(str(libraries / "libllama-common.so"))
         self._vocabulary = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self._model))
         self._batch = lib.llama_batch_init(_CHUNK, 0, 1)
-        self.length = 0
+        self._lengths = [0] * sequences
 
-    def _parameters(self, context: int, threads: int) -> _Parameters:
+    @property
+    def length(self) -> int:
+        """Tokens of the first sequence."""
+        return self._lengths[0]
+
+    def _parameters(self, context: int, threads: int, sequences: int) -> _Parameters:
         """Set context, batch sizes and threads, whose two counts follow the sizes with equal defaults."""
         made = self._c.llama_context_default_params()
         words = made.words
-        words[0], words[1], words[2] = context, _CHUNK, _CHUNK
+        words[0], words[1], words[2], words[3] = context, _CHUNK, _CHUNK, sequences
         known = (2, 4, 8, os.cpu_count())
-        place = next(i for i in range(3, 10) if words[i] == words[i + 1] and words[i] in known)
+        place = next(i for i in range(4, 10) if words[i] == words[i + 1] and words[i] in known)
         words[place] = words[place + 1] = threads
         return made
 
     def clear(self) -> None:
         self._c.llama_memory_clear(self._c.llama_get_memory(self._context), True)
-        self.length = 0
+        self._lengths = [0] * len(self._lengths)
 
-    def decode(self, tokens: list[int], *, every_logit: bool = False) -> None:
+    def decode(self, tokens: list[int], *, every_logit: bool = False, sequence: int = 0) -> None:
         for start in range(0, len(tokens), _CHUNK):
-            part, batch = tokens[start : start + _CHUNK], self._batch
-            batch.count = len(part)
-            for i, token in enumerate(part):
-                batch.tokens[i], batch.positions[i] = token, self.length + i
-                batch.sequences[i], batch.sequence_ids[i][0] = 1, 0
-                batch.logits[i] = every_logit or start + i == len(tokens) - 1
-            assert self._c.llama_decode(self._context, batch) == 0
-            self.length += len(part)
+            part = tokens[start : start + _CHUNK]
+            last = start + len(part) == len(tokens)
+            self._run(part, [sequence] * len(part), every_logit=every_logit, last_logit=last)
+
+    def decode_each(self, tokens: list[int]) -> None:
+        """Decode a token of each of the first sequences, and wait for its logits."""
+        self._run(tokens, range(len(tokens)), every_logit=True)
+        self._c.llama_get_logits_ith(self._context, len(tokens) - 1)
+
+    def _run(
+        self, tokens: list[int], sequences: Sequence[int], *, every_logit: bool, last_logit: bool = True
+    ) -> None:
+        batch = self._batch
+        batch.count = len(tokens)
+        for i, (token, sequence) in enumerate(zip(tokens, sequences, strict=True)):
+            batch.tokens[i], batch.positions[i] = token, self._lengths[sequence]
+            batch.sequences[i], batch.sequence_ids[i][0] = 1, sequence
+            batch.logits[i] = every_logit or (last_logit and i == len(tokens) - 1)
+            self._lengths[sequence] += 1
+        assert self._c.llama_decode(self._context, batch) == 0
 
     def truncate(self, length: int) -> bool:
         """Forget all tokens from `length` on; return whether the model's memory can be cut there."""
         memory = self._c.llama_get_memory(self._context)
         cut = bool(self._c.llama_memory_seq_rm(memory, 0, length, -1))
-        self.length = length if cut else self.length
+        self._lengths[0] = length if cut else self.length
         return cut
 
     def look_up(self, tokens: list[int]) -> list[int]:
@@ -129,3 +150,8 @@ class LlamaCpp:
         """Return the likeliest token after the last one, or after a row of the last batch."""
         logits = self._c.llama_get_logits_ith(self._context, row)
         return int(np.ctypeslib.as_array(logits, (self._vocabulary,)).argmax())
+
+    def rows(self, count: int) -> np.ndarray:
+        """Return the logits [count, vocabulary] after the last tokens of the last batch."""
+        logits = (self._c.llama_get_logits_ith(self._context, row) for row in range(-count, 0))
+        return np.stack([np.ctypeslib.as_array(row, (self._vocabulary,)).copy() for row in logits])

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from bough.engine.chunk import ChunkForward
 from bough.engine.sampler import SamplingParams
 from bough.engine.scheduler import Admit, Decode, PrefillChunk, Scheduler, Work
 from bough.engine.sequence import Phase, Request, Sequence
@@ -88,6 +89,33 @@ def test_short_chunks_are_read_by_the_steps_of_others() -> None:
     assert scheduler.next(always, short=9) == PrefillChunk(reading[0], 0, 10)
     scheduler.took(PrefillChunk(reading[0], 0, 10), 1.0)
     assert scheduler.next(always, short=9) == Decode(decoding, [reading[1]])
+
+
+def test_a_short_prompt_waits_for_one_chunk_of_a_long_one() -> None:
+    scheduler = Scheduler(8)
+    [long] = admitted(scheduler, 1, Phase.PREFILL, prompt=200)
+    done(scheduler, lambda _: 0.0)
+    short, other = admitted(scheduler, 2, Phase.PREFILL, prompt=20)
+    # Each second chunk is one of the oldest, however many younger and shorter ones there are.
+    chunks = [done(scheduler, lambda _: 0.0) for _ in range(6)]
+    assert [chunk.sequence for chunk in chunks] == [short, long, short, long, other, long]
+    assert scheduler.next(always) == PrefillChunk(other, 10, 20)
+
+
+def test_prompts_that_are_nearly_as_long_come_in_their_order() -> None:
+    scheduler = Scheduler(8)
+    older, younger = admitted(scheduler, 2, Phase.PREFILL, prompt=30)
+    chunks = [done(scheduler, lambda _: 0.0) for _ in range(6)]
+    assert [chunk.sequence for chunk in chunks] == [older] * 3 + [younger] * 3
+
+
+def test_a_chunk_that_was_begun_is_ended_first() -> None:
+    scheduler = Scheduler(8)
+    [long] = admitted(scheduler, 1, Phase.PREFILL, prompt=60)
+    long.chunk = ChunkForward(iter(()), rows=10, total=2)  # some of its layers have run
+    scheduler.took(PrefillChunk(long, 0, 10), 0.1)
+    admitted(scheduler, 1, Phase.PREFILL, prompt=10)
+    assert scheduler.next(always) == PrefillChunk(long, 0, 10)
 
 
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.8])

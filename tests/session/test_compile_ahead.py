@@ -3,6 +3,7 @@
 import threading
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -22,8 +23,10 @@ from bough.kernels.slot_mapping import triton_kernels as slot_mapping
 from bough.models.decoder import Decoder
 from bough.models.measure import MeasuringLoader
 from bough.models.spec import ModelSpec
+from bough.models.step import ImageRows, Step
 from bough.session.building import small_model
 from bough.spec.costs import StepCosts
+from bough.state.sequences import CacheConfig, SequenceStates
 from tests.every_draft import EveryDraft
 from tests.gpu.texts import embedded_pair
 from tests.kernels.cards import CARDS
@@ -211,6 +214,23 @@ def test_routed_experts(tiny_model: Callable[..., Path]) -> None:
     routed = [module for module in found.modules if "experts" in module._most_shared]
     assert {each.name for each in found.launches} >= {"_router_kernel", "_route_kernel", "_combine_kernel"}
     assert len(routed) % 3 == 0 and routed
+
+
+def test_a_chunk_with_images(tiny_model: Callable[..., Path]) -> None:
+    """Kernels read contiguous cos and sin, also where each pair of a head turns by its own axis."""
+    path = tiny_model()
+    plan = gpu_plan(path, EngineConfig("cuda", max_ctx=256))
+    spec = plan.estimate.spec
+    with fake_gpu(), GGUFFile.open(path) as file, DryRun(GPU) as found:
+        target = Decoder(spec, MeasuringLoader(file, tiles=True), GPU)
+        states = SequenceStates(spec, max_ctx=256, device=GPU, cache=CacheConfig(*plan.kv), static=True)
+        slots = torch.tensor([states.open()], device=GPU)
+        tokens, rows = (torch.zeros(size, dtype=torch.int64, device=GPU) for size in ((1, 90), (64,)))
+        positions = torch.zeros(3, 90, dtype=torch.int64, device=GPU)
+        images = ImageRows(rows, torch.zeros(64, spec.width, device=GPU), positions)
+        chunk = replace(Step.chunk(slots, tokens, states.buffers.lengths[slots]), images=images)
+        target.forward(chunk, states.buffers)
+    assert "_cache_kernel" in {launch.name for launch in found.launches}
 
 
 def test_operations_with_a_destination_are_not_run() -> None:

@@ -14,7 +14,7 @@ COMMIT = "abc1234"
 
 
 def test_every_part_is_a_command_that_exists(tmp_path: Path):
-    places = {"pair": tmp_path / "pair", "real": tmp_path / "real", "data": tmp_path}
+    places = {name: tmp_path / name for name in ("pair", "real", "data", "llama")}
     for part in PARTS.values():
         words = filled(part.command, tmp_path / "out.jsonl", places)
         assert not any("{" in word for word in words)

@@ -339,7 +339,7 @@ class Decoder:
     def _context(self, step: Step, buffers: Buffers) -> ForwardContext:
         positions = step.rope_positions(buffers.offsets)
         if step.images is not None:
-            positions = positions[self._axes].movedim(0, -1)  # [B, T, R/2]
+            positions = positions[self._axes].movedim(0, -1).contiguous()  # [B, T, R/2], as kernels read it
         ropes = {
             theta: rope_angles(positions, frequencies) for theta, frequencies in self._frequencies.items()
         }

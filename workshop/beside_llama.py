@@ -1,17 +1,19 @@
-"""Decoding on a CPU: native code, PyTorch and llama.cpp, interleaved in one process.
+"""Decoding beside llama.cpp, interleaved in one process, on a CPU (native code, PyTorch) or a GPU.
 
-    python -m workshop cpu_native --llama FOLDER [--model M.gguf --draft D.gguf|none] [--threads 1,2]
-        [--backends native,torch] [--suites humaneval,gsm8k] [--prompts 5] [--n-gen 64] [--rounds 3]
-        [--prefill 512] [--data DATA] [--out FILE]
+    python -m workshop beside_llama --llama FOLDER [--model M.gguf --draft D.gguf|none] [--threads 1,2]
+        [--device cuda] [--backends native,torch] [--suites humaneval,gsm8k] [--prompts 5] [--n-gen 64]
+        [--rounds 3] [--prefill 512,8192] [--users 1,4,8,16] [--data DATA] [--out FILE]
 
-FOLDER: see llama_library.py. Without --model the embedded pair is measured. DATA holds the suites' files
-(bough.bench.suites); the suite `builtin` needs none, and `edit` asks for a changed copy of a file. There
-is a result for each number of threads and each suite. Every round decodes each prompt in every way;
-llama.cpp is timed with its choice of the likeliest token, and with its prompt lookup where the model's memory
-can be cut back. A step during which the system took the CPU from the process (involuntary context switches)
-is dropped and counted; medians and least times are of the rest, tok_s is of all. `ratios` are of tokens a
-second: of all, and the range that holds 90% if other prompts had been chosen. Time with two threads means
-little on a busy machine: the line has the load.
+FOLDER: see llama_library.py; for a GPU `package/bins/linux-x64-cuda` of @node-llama-cpp/linux-x64-cuda, which
+compiles its PTX when it is first loaded. Without --model the embedded pair is measured. DATA holds the
+suites' files (bough.bench.suites); the suite `builtin` needs none, and `edit` asks for a changed copy of a
+file. There is a result for each number of threads and each suite. Every round decodes each prompt in every
+way; llama.cpp is timed with its choice of the likeliest token, and with its prompt lookup where the model's
+memory can be cut back. --users: so many sequences at once; llama.cpp then decodes a token of each in a step,
+and its choice of tokens is left out. A step during which the system took the CPU from the process
+(involuntary context switches) is dropped and counted; medians and least times are of the rest, tok_s is of
+all. `ratios` are of tokens a second: of all, and the range that holds 90% if other prompts had been chosen.
+Time with two threads means little on a busy machine: the line has the load.
 """
 
 import random
@@ -29,6 +31,7 @@ import torch
 from bough.bench import suites
 from bough.config import DraftConfig, EngineConfig, SpecConfig
 from bough.engine.engine import Request, Tokens
+from bough.engine.sequence import Sequence
 from bough.session.loading import load_session
 from bough.session.requests import TextRequest
 from bough.session.session import Session
@@ -107,13 +110,22 @@ class Ways:
         found = {}
         for name, session in self.sessions.items():
             times = Times()
-            found[name] = times, generate(session, prompt, count, times)
+            found[name] = times, *generate(session, [prompt], count, times)
         if self.llama is not None:
             times = Times()
             found["llama.cpp"] = times, generate_llama(self.llama, prompt, count, times)
             if self.llama.truncate(len(prompt)):  # a recurrent state cannot be cut back
                 times = Times()
                 found["llama.cpp lookup"] = times, look_up_llama(self.llama, prompt, count, times)
+        return found
+
+    def together(self, prompts: list[list[int]], count: int) -> dict[str, Times]:
+        """Decode all prompts at once in every way."""
+        found = {name: Times() for name in self.sessions}
+        for name, times in found.items():
+            generate(self.sessions[name], prompts, count, times)
+        if self.llama is not None:
+            generate_together_llama(self.llama, prompts, count, found.setdefault("llama.cpp", Times()))
         return found
 
     def prefill(self, prompt: list[int]) -> dict[str, Times]:
@@ -129,7 +141,7 @@ class Ways:
 class Options:
     llama: Path | None = None
     model: Path = TARGET
-    draft: str = str(DRAFT)
+    draft: str = "pair"
     threads: str = "1"
     backends: str = "native,torch"
     suites: str = ""
@@ -137,38 +149,49 @@ class Options:
     prompts: int = 3
     n_gen: int = 64
     rounds: int = 3
-    prefill: int = 512
+    prefill: str = "512"
+    users: str = ""
 
 
 @case(device="cpu")
 def main(report: Report, options: Options) -> None:
     names = (options.suites or ("humaneval" if options.data else "builtin")).split(",")
     for threads in map(int, options.threads.split(",")):
-        ways = load(options, threads)
+        ways = load(options, threads, report.device)
         for suite in names:
-            line = report.head() | {"what": "cpu_native", "model": options.model.name}
+            line = report.head() | {"what": "beside_llama", "model": options.model.name}
             line |= {"threads": threads, "suite": suite}
             report.line(**line, **measure(ways, options, suite))
 
 
-def load(options: Options, threads: int) -> Ways:
+def load(options: Options, threads: int, device: str) -> Ways:
     torch.set_num_threads(threads)
-    model, draft = options.model, None if options.draft == "none" else Path(options.draft)
+    model, draft = options.model, {"none": None, "pair": DRAFT}.get(options.draft, Path(options.draft))
     sessions: dict[str, Session] = {}
-    for backend in options.backends.split(","):
+    users = max([1, *counts(options.users)])
+    context = max(4096, 1024 * users, *(length + options.n_gen for length in counts(options.prefill)))
+    backends = options.backends.split(",") if device == "cpu" else ["auto"]
+    for backend in backends:
         for name, speculation in (("plain", None), ("trees", SpecConfig())):
             config = EngineConfig(
-                device="cpu",
-                max_ctx=4096,
+                device=device,
+                max_ctx=context,
+                parallel=users,
                 speculation=speculation,
                 draft=DraftConfig(draft) if draft and speculation else None,
                 cpu_backend=backend,
                 threads=threads,
                 prefix_cache=0,
             )
-            sessions[f"{backend} {name}"] = load_session(model, config)
-    llama = LlamaCpp(options.llama, model, threads=threads) if options.llama else None
+            sessions[f"{backend} {name}" if device == "cpu" else name] = load_session(model, config)
+    llama = None
+    if options.llama:
+        llama = LlamaCpp(options.llama, model, threads=threads, context=context, sequences=users)
     return Ways(sessions, llama)
+
+
+def counts(text: str) -> list[int]:
+    return [int(count) for count in text.split(",") if count]
 
 
 def measure(ways: Ways, options: Options, suite: str) -> dict[str, Any]:
@@ -177,14 +200,20 @@ def measure(ways: Ways, options: Options, suite: str) -> dict[str, Any]:
     for prompt in prompts[: max(1, len(prompts) // 4)]:
         ways.decode(prompt, options.n_gen)  # costs of trees are learnt
     runs = [ways.decode(prompt, options.n_gen) for _ in range(options.rounds) for prompt in prompts]
-    prefill = []
-    if options.prefill:
-        long = [(prompt * options.prefill)[: options.prefill] for prompt in prompts]
-        prefill = [ways.prefill(each) for _ in range(options.rounds) for each in long[:4]]
+    prefills = []
+    for length in counts(options.prefill):
+        long = [(prompt * length)[:length] for prompt in prompts[:4]]
+        prefills.append(summed([ways.prefill(each) for _ in range(options.rounds) for each in long]))
+    users = {}
+    for count in counts(options.users):
+        asked = [prompts[index % len(prompts)] for index in range(count)]
+        users[str(count)] = summed([ways.together(asked, options.n_gen) for _ in range(options.rounds)])
     plain, *others = list(runs[0])
     return {
         "decode": summed([{name: times for name, (times, _) in run.items()} for run in runs]),
-        "prefill": summed(prefill),
+        "prefill": prefills[0] if prefills else {},
+        "longer_prefill": prefills[1:],
+        "users": users,
         "ratios": {f"{name} / {plain}": ratio(runs, name, plain) for name in others}
         | {f"{name} / llama.cpp": ratio(runs, name, "llama.cpp") for name in runs[0] if ways.llama},
         "texts_as_the_first": {
@@ -229,26 +258,28 @@ def conversations(options: Options, suite: str) -> list[list[dict[str, Any]]]:
     return [[dict(message) for message in prompt.messages] for prompt in found]
 
 
-def generate(session: Session, prompt: list[int], count: int, times: Times) -> list[int]:
-    """Decode greedily without end tokens; only the decode steps are timed."""
-    engine, tokens = session.engine, []
-    sequence = engine.add(Request(prompt=prompt, max_tokens=count))
+def generate(session: Session, prompts: list[list[int]], count: int, times: Times) -> list[list[int]]:
+    """Decode greedily without end tokens, all at once; steps are timed once all prompts are read."""
+    engine = session.engine
+    sequences = [engine.add(Request(prompt=prompt, max_tokens=count)) for prompt in prompts]
+    tokens: dict[Sequence, list[int]] = {sequence: [] for sequence in sequences}
 
     def step() -> int:
-        before = len(tokens)
-        for _, event in engine.step():
+        before = sum(map(len, tokens.values()))
+        for sequence, event in engine.step():
             if isinstance(event, Tokens):
-                tokens.extend(event.ids)
-        return len(tokens) - before
+                tokens[sequence].extend(event.ids)
+        return sum(map(len, tokens.values())) - before
 
     try:
-        while not tokens:
+        while not all(tokens.values()):
             step()
-        while not sequence.finished:
+        while not all(sequence.finished for sequence in sequences):
             times.step(step)
     finally:
-        engine.release(sequence)
-    return tokens
+        for sequence in sequences:
+            engine.release(sequence)
+    return [*tokens.values()]
 
 
 def generate_llama(llama: LlamaCpp, prompt: list[int], count: int, times: Times) -> list[int]:
@@ -264,6 +295,19 @@ def generate_llama(llama: LlamaCpp, prompt: list[int], count: int, times: Times)
     while len(tokens) < count:
         times.step(step)
     return tokens
+
+
+def generate_together_llama(llama: LlamaCpp, prompts: list[list[int]], count: int, times: Times) -> None:
+    llama.clear()
+    for place, prompt in enumerate(prompts):
+        llama.decode(prompt, sequence=place)
+
+    def step() -> int:
+        llama.decode_each([prompt[0] for prompt in prompts])
+        return len(prompts)
+
+    while times.steps < count:
+        times.step(step)
 
 
 def look_up_llama(llama: LlamaCpp, prompt: list[int], count: int, times: Times) -> list[int]:
