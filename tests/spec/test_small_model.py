@@ -16,7 +16,6 @@ from bough.engine.sequence import Sequence
 from bough.errors import ModelFileError, UsageError
 from bough.gguf.reader import GGUFFile
 from bough.kernels.kv_cache.format import FORMATS
-from bough.memory.estimate import small_pages
 from bough.models.decoder import Decoder
 from bough.models.step import SIZES, Step
 from bough.session.loading import load_session
@@ -282,7 +281,7 @@ def static_engine(drafts: EveryDraft, proposers: str, *, slots: int, adaptive: b
     # As of a GPU: padding is nearly free.
     costs = StepCosts({1: 1.0, 8: 1.05, 16: 1.15, 24: 1.3, 32: 1.5, 48: 1.9, 64: 2.3}, {0: 0.15})
     shape = {"max_ctx": 128, "slots": slots + 1, "max_rows": SMALL_ROWS}
-    cache = CacheConfig(pages=small_pages(128, slots))
+    cache = CacheConfig(pages=3 + 2 * slots)
     states = SequenceStates(small.spec, **shape, cache=cache, static=True)
     options = {"vocabulary": 320, "static": True, "costs": costs if adaptive else None}
     drafter = Speculator(

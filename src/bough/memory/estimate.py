@@ -14,7 +14,6 @@ from bough.config import DraftConfig, EngineConfig
 from bough.gguf.reader import GGUFFile
 from bough.gguf.types import QuantType
 from bough.kernels.attention.records import SPLITS
-from bough.kernels.kv_cache.format import FORMATS
 from bough.kernels.quant_matmul import BUCKETS
 from bough.kernels.sampling import make_workspace
 from bough.kernels.sampling.state import SamplingState
@@ -34,7 +33,7 @@ from bough.models.vision_spec import REMEMBERED, VisionSpec, tower_bytes, worksp
 from bough.models.weaver import WeaverHead
 from bough.models.weaver_spec import WeaverFile
 from bough.spec.mtp import BEAMS, STEPS
-from bough.spec.small_model import SMALL_BEAMS, SMALL_PIECE, SMALL_ROWS
+from bough.spec.small_model import SMALL_BEAMS, SMALL_KV, SMALL_PIECE, SMALL_ROWS, small_states
 from bough.spec.weaver import CANDIDATES, WIDTH
 from bough.state.draft_ring import draft_buffers, mtp_buffers
 from bough.state.sequences import PAGE, SequenceStates
@@ -53,8 +52,6 @@ _SPLIT_K_BYTES = 4 * _SPLIT_K_BLOCKS * 128 * 64 * 4  # partial sums of four laun
 _MIN_CHUNK = 512  # tokens; prefill chunks are halved down to this where memory is short
 _DRAFT_QUANTS = {"q8_0": QuantType.Q8_0, "q4_k": QuantType.Q4_K, "none": None}
 _CPU = torch.device("cpu")
-# Of a small model's KV cache: its numbers never reach the text.
-SMALL_KV = (FORMATS["f16"], FORMATS["f16"])
 CPU_CHUNK = 512  # a larger chunk is no faster on a CPU, and reports progress less often
 # Tokens of a chunk on a GPU. Weights are dequantised once a chunk: 19 ms for a 27B on an H200, of 420.
 GPU_CHUNK = 4096
@@ -291,32 +288,20 @@ def _small_need(
     native: bool,
 ) -> _DraftNeed:
     """Return the need of a small model: its weights, the KV cache of one text, and its states."""
-    tiles, dtype, slots = device_type == "cuda", compute_dtype(device_type), rings["slots"] + 1
+    tiles, dtype = device_type == "cuda", compute_dtype(device_type)
     with open_small_model(draft.path, target) as (file, spec):
         if native and native_gap(file, spec, SMALL_KV) is None:
             weights = packed_model_bytes(file, spec)
         else:
             loader = MeasuringLoader(file, tiles=tiles, dtype=dtype, expand=expand)
             weights = held_bytes(Decoder(spec, loader, _CPU))
-    context = small_context(spec, draft, rings["max_ctx"])
-    kv = context * kv_bytes_per_token(spec, SMALL_KV)
-    if tiles:
-        kv = (small_pages(context, rings["slots"]) + 1) * PAGE * kv_bytes_per_token(spec, SMALL_KV)
-        kv += _ENTRY * slots * -(-(context + SMALL_ROWS) // PAGE)
-    state = kv + 4 * slots * spec.width + sum(_state_bytes(spec, SMALL_ROWS, slots, dtype).values())
+    options = {"max_ctx": rings["max_ctx"], "texts": rings["slots"], "dtype": dtype}
+    states = small_states(spec, draft, **options, device=META if tiles else _CPU)
+    kv = 0 if tiles else states.max_ctx * kv_bytes_per_token(spec, SMALL_KV)  # of one text, as it grows
+    state = kv + held_bytes(states.buffers) + 4 * len(states.lengths) * spec.width
     values = 2 * SMALL_BEAMS * spec.vocab_size + _forward_values(spec, SMALL_ROWS) if tiles else 0
     prefill = prefill_bytes(spec, SMALL_PIECE) if tiles else 0
     return _DraftNeed({"draft": weights, "draft context": state}, values=values, prefill=prefill)
-
-
-def small_context(spec: ModelSpec, draft: DraftConfig, max_ctx: int) -> int:
-    """Return how long a text may be for which a small model proposes."""
-    return min(max_ctx, spec.context_length, draft.context or spec.context_length)
-
-
-def small_pages(context: int, sequences: int) -> int:
-    """Return the KV pages of a small model on a GPU: of one whole text, and some for each of the others."""
-    return -(-(context + SMALL_ROWS) // PAGE) + 2 * sequences
 
 
 def _block_draft_need(

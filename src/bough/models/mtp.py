@@ -111,6 +111,11 @@ class MTPBlock:
         before = rms_norm(hidden.contiguous(), self._hidden_norm, eps)
         return self._fuse(torch.cat([token, before], -1))
 
+    def nothing(self, sequences: int) -> KeyValue:
+        """Return K and V of no tokens [sequences, 0, KV, D]."""
+        empty = torch.zeros(sequences, 0, self.spec.kv_heads, self.spec.head_dim, device=self.device)
+        return empty, empty
+
     def step(
         self, x: Tensor, depths: Tensor, above: KeyValue, slots: Tensor, buffers: MTPBuffers
     ) -> tuple[Tensor, KeyValue]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from bough.config import DraftConfig, EngineConfig, SpecConfig
 from bough.engine.engine import Engine
 from bough.gguf.reader import GGUFFile
-from bough.memory.estimate import SMALL_KV, draft_quant, ring_dtype, small_context, small_pages, uses_mtp
+from bough.memory.estimate import draft_quant, ring_dtype, uses_mtp
 from bough.memory.planner import MemoryPlan
 from bough.models.decoder import Decoder, Target
 from bough.models.dflash import DFlashDraft, open_draft
@@ -30,11 +30,11 @@ from bough.spec.drafter import Drafter, NoDrafter
 from bough.spec.mixed import MixedModel
 from bough.spec.mtp import MTPModel
 from bough.spec.policy import EAGER_SIZES
-from bough.spec.small_model import SMALL_ROWS, SmallModel
+from bough.spec.small_model import SmallModel, small_states
 from bough.spec.speculator import Speculator
 from bough.spec.weaver import WeaverModel
 from bough.state.draft_ring import draft_buffers, mtp_buffers
-from bough.state.sequences import CacheConfig, SequenceStates
+from bough.state.sequences import CacheConfig
 
 if TYPE_CHECKING:
     from bough.kernels.runtime.ahead import CompileAhead
@@ -85,26 +85,15 @@ def small_model(
 ) -> SmallModel:
     """Return a small model with its state."""
     assert config.draft is not None and config.speculation is not None
-    static = model.device.type == "cuda"
-    context = small_context(model.spec, config.draft, plan.max_ctx)
-    pages = small_pages(context, plan.sequences) if static else None
-    states = SequenceStates(
-        model.spec,
-        max_ctx=context,
-        slots=plan.sequences + 1,
-        max_rows=SMALL_ROWS,
-        device=model.device,
-        cache=CacheConfig(*SMALL_KV, pages=pages),
-        input_dtype=model.dtype,
-        static=static,
-    )
+    options = {"max_ctx": plan.max_ctx, "texts": plan.sequences}
+    states = small_states(model.spec, config.draft, **options, device=model.device, dtype=model.dtype)
     return SmallModel(
         model,
         states,
         vocabulary=target.spec.vocab_size,
         budget=config.speculation.budget,
         costs=costs if config.speculation.adaptive else None,
-        static=static,
+        static=model.device.type == "cuda",
     )
 
 

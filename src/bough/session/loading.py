@@ -30,7 +30,7 @@ from bough.memory.device import (
     pick_device,
     unused_gpu,
 )
-from bough.memory.estimate import SMALL_KV, compute_dtype, draft_quant, uses_mtp
+from bough.memory.estimate import compute_dtype, draft_quant, uses_mtp
 from bough.memory.planner import MemoryPlan, plan_memory
 from bough.models.decoder import Decoder, Target
 from bough.models.dflash import DFlashDraft, open_draft
@@ -71,7 +71,7 @@ from bough.spec.draft_model import DraftModel
 from bough.spec.drafter import Drafter, NoDrafter
 from bough.spec.mixed import MixedModel
 from bough.spec.mtp import MTPModel
-from bough.spec.small_model import SmallModel
+from bough.spec.small_model import SMALL_KV, SmallModel
 from bough.state.draft_ring import DEFAULT_CONTEXT
 from bough.text.template import ChatTemplate
 from bough.text.tokenizer import Tokenizer
@@ -443,9 +443,8 @@ def _measure(engine: Engine, costs: StepCosts, drafter: Drafter) -> None:
 
 def _draft_seconds(drafter: Drafter, times: Mapping[int, StepTimes]) -> float:
     """Return what a forward pass of a draft call takes; 0 without a draft."""
-    if not drafter.passes:
-        return 0.0
-    return min((each.draft_s for each in times.values()), default=0.0) / drafter.passes
+    draft_s = min((each.draft_s for each in times.values()), default=0.0)
+    return draft_s / drafter.passes if drafter.passes else 0.0
 
 
 def _computing(config: EngineConfig, plan: MemoryPlan, device: torch.device) -> str:

@@ -22,7 +22,7 @@ from bough.models.dflash import open_draft
 from bough.models.small import is_small_model, open_small_model
 from bough.models.spec import ModelSpec
 from bough.models.step import SIZES, largest_padded
-from bough.spec.small_model import SMALL_ROWS
+from bough.spec.small_model import SMALL_KV
 
 log = logging.getLogger(__name__)
 
@@ -32,34 +32,26 @@ _EMBEDDED = (QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K, QuantType.Q8_0)
 
 def shapes_of(file: GGUFFile, config: EngineConfig, plan: MemoryPlan) -> list[Shapes]:
     """Return what decides the kernels of a model that is loaded by a plan, and of a small one beside it."""
-    spec, draft = plan.estimate.spec, config.draft
-    target = replace(
-        _shapes(file, spec),
-        kv=((plan.kv[0].name, plan.kv[1].name),),
-        rows=tuple(size for size in SIZES if size <= largest_padded(config.max_rows)),
-        int8=config.prefill == "int8",
-        window=config.window,
-        host_embedding=plan.host_embedding,
-        sequences=plan.sequences,
-    )
-    if plan.host_embedding:
-        target = replace(target, embedding=None)
-    if draft is None or config.speculation is None:
-        return [target]
-    if is_small_model(draft.path):
-        with open_small_model(draft.path, file) as (small, shape):
-            return [target, replace(_shapes(small, shape), name="draft")]
-    with open_draft(draft.path, spec, causal=draft.causal) as (drafted, _):
-        heads = (drafted.heads, drafted.kv_heads, drafted.head_dim)
-    types = {*target.types, draft_quant(draft, "cuda") or QuantType.F16}
-    return [replace(target, draft=heads, types=tuple(sorted(types)))]
+    draft, target = config.draft, plan.estimate.spec
+    if config.speculation is None or draft is None or not is_small_model(draft.path):
+        return [_shapes(file, target, config, plan)]
+    alone, own = replace(config, draft=None), replace(config, draft=None, window=None)
+    with open_small_model(draft.path, file) as (small, spec):
+        small_plan = replace(plan, kv=SMALL_KV, host_embedding=False)
+        shapes = replace(_shapes(small, spec, own, small_plan), name="draft")
+    return [_shapes(file, target, alone, plan), shapes]
 
 
-def _shapes(file: GGUFFile, spec: ModelSpec) -> Shapes:
-    """Return what a file's tensors decide."""
+def _shapes(file: GGUFFile, spec: ModelSpec, config: EngineConfig, plan: MemoryPlan) -> Shapes:
+    speculation = config.speculation
     matrices = [info for name, info in file.tensors.items() if _multiplied(name, info.shape, spec.tied_head)]
     types = {tile_type(info.type) for info in matrices}
     routed = {tile_type(info.type) for name, info in file.tensors.items() if "_exps" in name}
+    draft = None
+    if speculation is not None and config.draft is not None:
+        with open_draft(config.draft.path, spec, causal=config.draft.causal) as (draft_shape, _):
+            draft = (draft_shape.heads, draft_shape.kv_heads, draft_shape.head_dim)
+        types.add(draft_quant(config.draft, "cuda") or QuantType.F16)
     delta, experts, embedding = spec.delta, spec.experts, file.require_tensor("token_embd.weight").type
     return Shapes(
         name="",
@@ -71,13 +63,19 @@ def _shapes(file: GGUFFile, spec: ModelSpec) -> Shapes:
         experts=(experts.count, experts.used, experts.width) if experts else None,
         types=tuple(sorted(types)),
         expert_types=tuple(sorted(routed)),
-        embedding=embedding if embedding in _EMBEDDED else None,
-        rows=tuple(size for size in SIZES if size <= SMALL_ROWS),
+        embedding=embedding if embedding in _EMBEDDED and not plan.host_embedding else None,
+        kv=((plan.kv[0].name, plan.kv[1].name),),
+        rows=tuple(size for size in SIZES if size <= largest_padded(config.max_rows)),
+        draft=draft,
         interleaved=spec.family.rope_interleaved,
         head_norms=spec.family.query_key_norm,
+        int8=config.prefill == "int8",
         eps=spec.eps,
+        window=config.window,
         sliding=next((layer.window for layer in spec.attention if layer.window is not None), None),
+        host_embedding=plan.host_embedding,
         rotation=None if (rotated := rotation_of(file)) is None else rotated.block,
+        sequences=plan.sequences,
     )
 
 

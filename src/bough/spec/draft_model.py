@@ -84,11 +84,15 @@ class DraftModel(Protocol):
 
 
 class NoDraftModel:
-    """Prompt lookup alone: no draft, nothing to keep."""
+    """Prompt lookup alone: no draft, nothing to keep; and what a draft is that reads no features."""
 
-    passes, next_passes, pass_counts, depth = 1.0, 1.0, (1,), 15
+    passes, depth, context_length = 1.0, 15, 0
+    pass_counts: tuple[int, ...] = (1,)
     taps: tuple[int, ...] = ()
-    context_length = 0
+
+    @property
+    def next_passes(self) -> float:
+        return 1.0
 
     def begin(self, slot: int) -> None: ...
 

@@ -27,7 +27,8 @@ class MTPModel(WaitingFeatures):
 
     def __init__(self, block: MTPBlock, target: Target, buffers: MTPBuffers):
         super().__init__(block.device)
-        self._block, self._target, self._buffers = block, target, buffers
+        self.parts = block, target, buffers
+        self._block, self._buffers = block, buffers
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -65,7 +66,7 @@ class MTPModel(WaitingFeatures):
         self, anchors: Tensor, slots: Tensor, rank: Rank, count: int, chains: Tensor | None = None
     ) -> Proposal:
         """Return the likeliest paths after the anchors [S]."""
-        scorer = _PathScores(self._block, self._target, self._buffers, (anchors, slots, rank, count))
+        scorer = _PathScores(self, anchors, slots, rank, count)
         return Expander(anchors, scorer, Growth(STEPS - 1, min(BEAMS, count), _DEPTH)).proposal()
 
     def save(self, slot: int) -> SavedRings:
@@ -84,21 +85,12 @@ class MTPModel(WaitingFeatures):
 class _PathScores:
     """A `PathScorer`: the block, with what it computed of one call's expansions."""
 
-    def __init__(
-        self,
-        block: MTPBlock,
-        target: Target,
-        buffers: MTPBuffers,
-        ranking: tuple[Tensor, Tensor, Rank, int],
-    ):
-        """`ranking`: anchors and slots [S], rank, candidates."""
-        self._block, self._target, self._buffers = block, target, buffers
-        self._anchors, self._slots, self._rank, self._count = ranking
+    def __init__(self, model: MTPModel, anchors: Tensor, slots: Tensor, rank: Rank, count: int):
+        self._block, self._target, self._buffers = model.parts
+        self._anchors, self._slots, self._rank, self._count = anchors, slots, rank, count
         # [S, 1 + E, width], of which the first is the target's; K and V [S, E, KV, D].
-        self._hidden = buffers.newest.last(self._slots)
-        self._keys = self._values = self._hidden.new_zeros(
-            len(self._slots), 0, *buffers.ring.keys[0].shape[2:]
-        )
+        self._hidden = self._buffers.newest.last(slots)
+        self._keys, self._values = self._block.nothing(len(slots))
         self._rounds = 0
 
     def __call__(self, nodes: Nodes) -> tuple[Tensor, Tensor]:

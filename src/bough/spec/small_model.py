@@ -8,20 +8,23 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from bough.config import DraftConfig
+from bough.kernels.kv_cache.format import FORMATS
 from bough.kernels.runtime.device import on_device
 from bough.kernels.sampling import RowOwners
 from bough.kernels.tree import MAX_ROWS
 from bough.models.decoder import Target
+from bough.models.spec import ModelSpec
 from bough.models.step import Step, padded_rows
 from bough.spec.costs import StepCosts
+from bough.spec.draft_model import NoDraftModel
 from bough.spec.drafter import Rank
 from bough.spec.expander import Expander, Growth, Limits, Nodes
 from bough.spec.tree import Proposal
-from bough.state.draft_ring import SavedRings
 from bough.state.graphs import StagedNumbers
-from bough.state.sequences import SequenceStates
+from bough.state.sequences import PAGE, CacheConfig, SequenceStates
 
-_DEPTH = 15  # of a proposal: prompt lookup may go deeper than the model
+SMALL_KV = (FORMATS["f16"], FORMATS["f16"])  # its numbers never reach the text
 SMALL_PIECE = 512  # tokens of a text that are read at a time
 RECENT = 16  # tokens that a call reads by itself, as many as a step accepts; more are a backlog
 # Of a call: rows of its tree, and nodes continued by one forward pass.
@@ -33,6 +36,25 @@ _LEAST, _LEAST_BESIDE = 0.3, 0.1
 _REMEMBERED = 16  # calls, by which the next one's passes are expected
 
 
+def small_states(
+    spec: ModelSpec,
+    draft: DraftConfig,
+    *,
+    max_ctx: int,
+    texts: int,
+    device: torch.device | str,
+    dtype: torch.dtype,
+) -> SequenceStates:
+    """Return the state of a small model for some texts: on a GPU with pages for a whole one and some more."""
+    static = torch.device(device).type != "cpu"
+    max_ctx = min(max_ctx, spec.context_length, draft.context or spec.context_length)
+    pages = -(-(max_ctx + SMALL_ROWS) // PAGE) + 2 * texts if static else None
+    cache, shape = CacheConfig(*SMALL_KV, pages=pages), {"slots": texts + 1, "max_rows": SMALL_ROWS}
+    return SequenceStates(
+        spec, max_ctx=max_ctx, **shape, device=device, cache=cache, input_dtype=dtype, static=static
+    )
+
+
 @dataclass(slots=True)
 class _Reading:
     """What the model has read of one text."""
@@ -41,19 +63,14 @@ class _Reading:
     tokens: list[int] = field(default_factory=list)  # committed, at the end of the next call
 
 
-class SmallModel:
+class SmallModel(NoDraftModel):
     """A small decoder that reads the same texts: a `DraftModel`.
 
     It needs no features: what was accepted it reads, from the text, in a call's first forward pass. For each
     round of a call the whole tree so far is verified again: earlier rows cost little beside a pass, and no
-    state within a tree has to be kept. What was read of a text stays until its slot is needed: the next text
-    goes on after their common beginning.
+    state within a tree has to be kept. Nothing is saved: what was read of a text stays until its slot is
+    needed, and the next text goes on after their common beginning.
     """
-
-    depth = _DEPTH
-    taps: tuple[int, ...] = ()
-    context_length = 0
-    passes: float = 1  # of the last call, for each text; of a captured one it is set before
 
     def __init__(
         self,
@@ -82,12 +99,9 @@ class SmallModel:
             self._stage(slot, self._spare, ())
         # After the last token that was read, by the target's slot; the last one is spare.
         self._hidden = torch.zeros(len(states.lengths), model.spec.width, device=self._device)
+        self.pass_counts = _PASSES if static else (1,)
         # Of the last texts: the probability of the best path before each pass, and where it ended.
         self._followed: deque[list[float]] = deque(maxlen=_REMEMBERED)
-
-    @property
-    def pass_counts(self) -> tuple[int, ...]:
-        return _PASSES if self._static else (1,)
 
     @property
     def next_passes(self) -> float:
@@ -105,18 +119,6 @@ class SmallModel:
         if (reading := self._readings.pop(slot, None)) is not None:
             self._idle.append(reading)
             self._stage(slot, self._spare, ())
-
-    def append(self, slot: int, features: Tensor, *, skipped: int = 0) -> None: ...
-
-    def commit(self, features: Tensor, rows: Tensor, counts: Tensor, slots: Tensor) -> None: ...
-
-    def rollback(self, slot: int, count: int) -> None: ...
-
-    def save(self, slot: int) -> SavedRings | None:
-        """Return nothing: what was read is found again by its tokens, or read again."""
-        return None
-
-    def restore(self, slot: int, saved: SavedRings) -> None: ...
 
     def observe(self, proposal: Proposal) -> None:
         """Learn how likely the path of best children was, as far as a call followed it."""
@@ -151,12 +153,12 @@ class SmallModel:
         """Return what the model proposes after the anchors [S], the last tokens of the texts."""
         if self._static:
             rows, rounds = min(SMALL_ROWS, MAX_ROWS // len(slots)), round(self.passes) - 1
-            growth = Growth(rounds, min(SMALL_BEAMS, rows // rounds, count), _DEPTH)
+            growth = Growth(rounds, min(SMALL_BEAMS, rows // rounds, count), self.depth)
             return Expander(anchors, _CallRows(self, anchors, slots, rank, count), growth).proposal()
         proposals, self.passes = [], 0
         for anchor, slot in zip(anchors.split(1), slots.split(1), strict=True):
             rows = _CallRows(self, anchor, slot, rank, count)
-            growth = Growth(SMALL_ROWS, min(SMALL_BEAMS, count), _DEPTH)
+            growth = Growth(SMALL_ROWS, min(SMALL_BEAMS, count), self.depth)
             proposals.append(Expander(anchor, rows, growth, self._limits()).proposal())
             self.passes = max(self.passes, rows.passes)
         return Proposal.stack([proposal.one(0) for proposal in proposals])
@@ -210,10 +212,6 @@ class SmallModel:
         hidden = self._model.forward(step, self._states.buffers).hidden
         return hidden.view(sequences, rows, -1), step
 
-    def known(self, slots: Tensor) -> Tensor:
-        """Return which texts [S] can be proposed for."""
-        return self._staged.buffer[slots, 0] != self._spare
-
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [n, V] of the target's tokens: the smaller file may lack the last ones."""
         logits = self._model.draft_logits(hidden)[:, : self._vocabulary]
@@ -223,9 +221,10 @@ class SmallModel:
         """Return how many rows a tree of some rows has in a pass."""
         return padded_rows(sequences * rows) // sequences if self._static else rows
 
-    def lengths(self, slots: Tensor) -> Tensor:
-        """Return how many tokens of texts [S] are committed."""
-        return self._states.buffers.lengths[self._staged.buffer[slots, 0]]
+    def texts(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Return which texts [S] can be proposed for, and how many of their tokens are committed."""
+        own = self._staged.buffer[slots, 0]
+        return own != self._spare, self._states.buffers.lengths[own]
 
     def _limits(self) -> Limits:
         """Return the least probability that a pass is made for, and that of rows beside: by what they cost.
@@ -304,7 +303,7 @@ class _CallRows:
     def __init__(self, model: SmallModel, anchors: Tensor, slots: Tensor, rank: Rank, count: int):
         self._model, self._anchors, self._slots, self._rank, self._count = model, anchors, slots, rank, count
         self._own, self._last, self.passes = model.read_tail(slots)
-        self._known, self._starts = model.known(slots), model.lengths(slots)
+        self._known, self._starts = model.texts(slots)
         # A slot that comes again has the rows of the first.
         self._first = (slots[:, None] == slots).int().argmax(1)
         # Rows that have no node yet are roots of their own.
