@@ -16,6 +16,7 @@ import os
 import signal
 import subprocess
 import sys
+import tomllib
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, dataclass
@@ -117,6 +118,11 @@ def case(
         Option("device", str, device),
     )
     return lambda function: Case(function, of_report)
+
+
+def prompt_lists() -> dict[str, Any]:
+    """Return the lists of prompts.toml, by name."""
+    return tomllib.loads(Path(__file__).with_name("prompts.toml").read_text(encoding="utf-8"))
 
 
 def command(name: str, *arguments: object) -> list[str]:

@@ -20,81 +20,16 @@ from bough.cli import view
 from bough.cli.chat.backend import LocalBackend
 from bough.cli.chat.conversation import ChatSettings, Conversation, Message
 from bough.cli.chat.loop import Chat
+from bough.config import DraftConfig, EngineConfig
 from bough.engine.sampler import SamplingParams
 from bough.llm import LLM
-from workshop.case import RESULTS, case
+from workshop.case import RESULTS, case, prompt_lists
 from workshop.report import Report
 
-SUBJECTS = (
-    "a dragon who is afraid of fire", "binary search in Python", "a week of meals for two",
-    "the French Revolution", "an email to a landlord about heating", "the Rust borrow checker",
-    "a walk by the sea in winter", "a unit test for a date parser", "how tides work",
-    "a birthday speech for a colleague",
-)  # fmt: skip
-TURNS = (
-    "Write a very long text about {}.", "Go on.", "What is the most important point?",
-    "Give me a list of ten.", "Explain it to a child.", "Now tell it from the other side.",
-    "Make it longer.", "How would you end it?",
-)  # fmt: skip
-PLAIN = (
-    (
-        "Write a Python function that says whether a word is a palindrome.", "How do I call it?",
-        "What does it return for an empty string?", "Upper and lower case should not matter.",
-        "Write a unit test.", "And in JavaScript?", "Which of the two is faster?",
-        "Thanks, what should I learn next?",
-    ),
-    (
-        "I have a table orders(id, customer, total, day). How do I get the sum for each customer?",
-        "Only those above 100, please.", "How do I sort that?", "What is an index?",
-        "Which one helps here?", "How do I see whether it is used?",
-        "What is the difference between WHERE and HAVING?", "Give me an exercise on that.",
-    ),
-    (
-        "I committed to the wrong branch. What do I do?", "I have not pushed yet.", "What does reset do?",
-        "Can I lose work that way?", "How do I look at older versions of a file?", "What is a rebase?",
-        "When should I not use it?", "Write me a short list of commands to remember.",
-    ),
-    (
-        "Tell me a story about a dragon.", "What is the name of the dragon?", "Where does it live?",
-        "Who is its best friend?", "What happens to them next?", "Is there a villain?",
-        "How does the story end?", "Suggest a title.",
-    ),
-    (
-        "What can I cook with rice, eggs and spinach?", "How long does that take?", "I have no oven.",
-        "What can I drink with it?", "And for dessert?", "How many calories is that?",
-        "Write a shopping list for four people.", "What can I do with what is left over?",
-    ),
-    (
-        "When did the French Revolution begin?", "Why then?", "Who was king?", "What happened to him?",
-        "What is the Bastille?", "Who was Robespierre?", "What came after him?",
-        "Which book should I read about it?",
-    ),
-    (
-        "How do I parse a date like 2026-11-19 in Python?", "What if the text is not a date?",
-        "How do I get the day of the week?", "How many days are there until New Year?",
-        "What about time zones?", "How do I print it in German?", "Can I do it without a library?",
-        "What is a Unix timestamp?",
-    ),
-    (
-        "I have a weekend in Rome. What should I see?", "I do not like museums.", "Where do I eat well?",
-        "How do I get around?", "What is the weather like in April?", "Which words of Italian do I need?",
-        "How much money should I take?", "What do I do if it rains?",
-    ),
-    (
-        "Write an email to my landlord: the heating does not work.", "More polite, please.",
-        "Add that I have a baby.", "He answered that he has no time. What do I write?",
-        "What are my rights?", "Should I call a lawyer?", "How do I keep warm until then?",
-        "What do I write when it is repaired?",
-    ),
-    (
-        "What is ownership in Rust?", "What is a borrow?", "Why does `let a = b; println!(b)` not compile?",
-        "How do I fix it?", "What is a lifetime?", "When do I need an Rc?", "How is that in C++?",
-        "Is Rust hard to learn?",
-    ),
-)  # fmt: skip
+_LISTS = prompt_lists()
 QUESTIONS = {
-    "plain": PLAIN,
-    "leading": [[turn.format(subject) for turn in TURNS] for subject in SUBJECTS],
+    "plain": _LISTS["plain"],
+    "leading": [[turn.format(subject) for turn in _LISTS["turns"]] for subject in _LISTS["subjects"]],
 }
 NAMED = ("temperature", "top_p", "top_k", "repetition_penalty", "presence_penalty")
 PERIODS = 200  # tokens of the longest that is looked for
@@ -154,10 +89,11 @@ def one_chat(
 
 def regenerated(llm: LLM, question: str, count: int, n_gen: int) -> list[str]:
     """Return the answer that a chat gives and those of as many /regen, by seeds from 1 on."""
-    backend = LocalBackend(llm.session, name=llm.name, speculating=True, drafted=bool(llm.draft))
+    config = EngineConfig(draft=None if llm.draft is None else DraftConfig(llm.draft))
+    backend = LocalBackend(llm.session, config, name=llm.name)
     settings = ChatSettings({"seed": 1, "max_tokens": n_gen})
     conversation = Conversation(messages=[Message("user", question)])
-    chat = Chat(backend, conversation, settings, screen=view.Screen(), quiet=True)
+    chat = Chat(backend, conversation, settings, screen=view.Screen(quiet=True))
     answers = []
     for _ in range(count + 1):
         chat.regenerate()

@@ -26,8 +26,9 @@ from bough.config import DraftConfig, EngineConfig, SpecConfig
 from bough.engine.engine import Engine
 from bough.engine.sequence import Phase, Request, Sequence
 from bough.kernels.tree.reference import accept_path
+from bough.session.events import Finished
 from bough.session.loading import load_session
-from bough.session.requests import Finished, TextRequest
+from bough.session.requests import TextRequest
 from bough.session.session import Session
 from bough.spec.costs import StepCosts
 from bough.spec.draft_call import Ask, DraftCall, DraftReport

@@ -21,52 +21,10 @@ from typing import Annotated, Any, NoReturn
 import bough.session.loading  # noqa: F401  # before a process is forked
 from bough.cli.main import main as run_bough
 from bough.engine.stats import RequestStats
-from workshop.case import case
+from workshop.case import case, prompt_lists
 from workshop.report import Report
 
-# Code, sums, prose and small talk; the limits give answers of 10 to 200 tokens.
-PROMPTS = (
-    ("def fibonacci(n):", 200),
-    ("Write a Python function that returns the sum of squares of a list.", 200),
-    ("Write a Python function that counts the vowels in a string.", 200),
-    ("Write a Python function that says whether a number is prime.", 200),
-    ("Write a Python function that reverses a list.", 120),
-    ("Write a bubble sort in Python.", 200),
-    ("Write a Python function that merges two sorted lists.", 200),
-    ("Write a Python class for a stack with push and pop.", 200),
-    ("Write a Python function that removes duplicates from a list.", 60),
-    ("Write a Python function that returns the factorial of n.", 40),
-    ("Write a Python function that flattens a nested list.", 30),
-    ("Write a Python function that returns the larger of two numbers.", 20),
-    ("Write a Python function that converts Celsius to Fahrenheit.", 10),
-    ("Write a binary search in Python.", 200),
-    ("Write a Python function that checks whether a word is a palindrome.", 80),
-    ("Tom has 12 apples and gives away 5. How many are left?", 200),
-    ("A book costs 8 dollars and a pen 3. What do 2 books and 4 pens cost?", 200),
-    ("A train travels 60 miles an hour for 3 hours. How far does it go?", 120),
-    ("What is 17 + 26?", 60),
-    ("What is 9 times 8?", 30),
-    ("Anna reads 20 pages a day. How many days does she need for 300 pages?", 200),
-    ("There are 5 boxes with 12 eggs each. 7 eggs break. How many are left?", 100),
-    ("What is half of 90 plus 15?", 40),
-    ("A shirt of 40 dollars is 25% off. What does it cost?", 200),
-    ("Explain what a river is.", 200),
-    ("Explain why the sky is blue.", 120),
-    ("Tell me a story about a dog.", 200),
-    ("Tell me a story about a small boat.", 150),
-    ("Describe a garden in spring.", 80),
-    ("What is a computer?", 60),
-    ("Write a letter to a friend.", 200),
-    ("Name three animals.", 20),
-    ("Hello, how are you?", 30),
-    ("What is your name?", 10),
-    ("Good morning!", 20),
-    ("Give me advice for an exam.", 100),
-    ("What do you like to eat?", 40),
-    ("Why do people sleep?", 150),
-    ("Tell me a joke.", 60),
-    ("List the days of the week.", 50),
-)
+PROMPTS: list[tuple[str, int]] = [(text, limit) for text, limit in prompt_lists()["short"]]
 
 
 class ThreadTimes:

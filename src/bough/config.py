@@ -139,10 +139,7 @@ class Replicas:
         match = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", text.strip())
         least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
         if not most >= 1 or least > most:
-            raise UsageError(
-                f"`replicas` is {text}, needed a number from 1, or the least and the most: 1-4",
-                param="replicas",
-            )
+            raise UsageError(f"`replicas` is {text}, needed a number from 1, or the least and the most: 1-4")
         return cls(least, most)
 
 

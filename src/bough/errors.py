@@ -20,6 +20,7 @@ BoughError
 """
 
 import copyreg
+import re
 from typing import Any
 
 
@@ -40,14 +41,15 @@ class BoughError(Exception):
 
 
 class UsageError(BoughError):
-    """`param` is the request field or the setting at fault."""
+    """`param`: the request field or the setting at fault; None: the setting that the message begins with."""
 
     exit_code = 2
     http_status = 400
 
     def __init__(self, message: str, hint: str = "", *, param: str | None = None):
         super().__init__(message, hint)
-        self.param = param
+        named = re.match(r"`(\w+)`", message)
+        self.param = named[1] if param is None and named else param
 
 
 class PromptTooLong(UsageError):

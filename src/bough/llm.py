@@ -30,19 +30,15 @@ from bough.hub.resolve import meaning, resolve, resolve_draft
 from bough.images.opening import image_file
 from bough.images.parts import has_images
 from bough.session.collected import GeneratedOutput
+from bough.session.events import Text, Vector
 from bough.session.folders import costs_file
 from bough.session.loading import load_session
 from bough.session.pairing import AUTO, NONE, NamedDraft, card_of, plan_draft
-from bough.session.requests import (
-    Grammar,
-    Text,
-    TextRequest,
-    Vector,
-    VectorOptions,
-)
+from bough.session.requests import TextRequest, VectorOptions
 from bough.session.session import Session
 from bough.session.vector_prompts import shortened
 from bough.session.worker import EngineWorker
+from bough.text.grammar import Grammar
 from bough.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)

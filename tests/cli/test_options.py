@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 
 from bough.cli.options import (
     EngineOptions,
-    KVCacheOptions,
     KVType,
     Only,
     SpeculationOptions,
@@ -90,10 +89,10 @@ def test_a_command_takes_groups_and_few_parameters(name: str) -> None:
 
 
 def test_defaults_are_those_of_the_engine() -> None:
-    assert EngineOptions().config(KVCacheOptions()) == EngineConfig()
-    config = EngineOptions(max_ctx=8).config(KVCacheOptions(kv=KVType.q8_0, kv_v=KVType.q5_0))
+    assert EngineOptions().config() == EngineConfig()
+    config = EngineOptions(max_ctx=8, kv=KVType.q8_0, kv_v=KVType.q5_0).config()
     assert config == EngineConfig(max_ctx=8, kv_k="q8_0", kv_v="q5_0")
-    check_remote(EngineOptions(offline=True), KVCacheOptions(kv_k=KVType.auto))
+    check_remote(EngineOptions(offline=True, kv_k=KVType.auto))
     with pytest.raises(UsageError, match="the server has its own"):
-        check_remote(EngineOptions(device="cpu"), KVCacheOptions())
+        check_remote(EngineOptions(device="cpu"))
     assert SpeculationOptions() == SpeculationOptions(draft=None, budget=None)

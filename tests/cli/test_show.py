@@ -132,7 +132,7 @@ def test_a_narrow_terminal_loses_nothing(monkeypatch, tiny_model, bough, columns
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setenv("LINES", "40")
     monkeypatch.setenv("TERM", "dumb")
-    show(str(path))
+    show(model=str(path))
     lines = stream.getvalue().splitlines()
     assert max(map(len, lines)) <= columns and "…" not in stream.getvalue()
     tables = wide[wide.index("Weights by type") :]

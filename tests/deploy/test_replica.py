@@ -13,9 +13,11 @@ from bough.config import EngineConfig, Replicas, ServerConfig
 from bough.deploy.replica import Order, Replica
 from bough.deploy.routes import Hint
 from bough.deploy.settings import Settings
+from bough.engine.events import Failed
 from bough.errors import BoughError, PromptTooLong, Unavailable, UsageError
+from bough.session.events import Finished, Vector
 from bough.session.loading import load_reader, load_session
-from bough.session.requests import Failed, Finished, TextRequest, Vector, VectorOptions
+from bough.session.requests import TextRequest, VectorOptions
 from tests.gguf_edit import edited
 
 pytestmark = pytest.mark.ray

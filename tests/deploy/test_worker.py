@@ -12,10 +12,12 @@ from ray.exceptions import ActorDiedError
 
 from bough.deploy.replica import Order, ReplicaFacts
 from bough.deploy.worker import ATTEMPTS, ReplicaLost, ReplicaWorker
+from bough.engine.events import Failed
 from bough.engine.sequence import Limits
 from bough.engine.stats import RequestStats
 from bough.errors import QueueFull, Unavailable, UsageError
-from bough.session.requests import Failed, Finished, Progress, Text, TextRequest
+from bough.session.events import Finished, Progress, Text
+from bough.session.requests import TextRequest
 from bough.session.worker import Job, State
 from tests.server.scripted import ScriptedSession
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from bough.session.requests import Finished
+from bough.session.events import Finished
 from bough.session.session import Session
 from bough.state.sequences import PAGE
 from tests.gpu.texts import GREEDY_WITH_LOGPROBS, Messages, generate

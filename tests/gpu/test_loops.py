@@ -3,9 +3,11 @@
 import pytest
 
 from bough.config import DraftConfig, EngineConfig, SpecConfig
+from bough.engine.events import Failed
 from bough.engine.sampler import SamplingParams
+from bough.session.events import Finished
 from bough.session.loading import load_session
-from bough.session.requests import Failed, Finished, TextRequest
+from bough.session.requests import TextRequest
 from bough.session.session import Session
 from tests.gpu.texts import embedded_pair
 

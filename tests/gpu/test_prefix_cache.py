@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bough.session.requests import Finished, TextRequest
+from bough.session.events import Finished
+from bough.session.requests import TextRequest
 from bough.session.session import Session
 from tests.gpu.conversation import (
     HELLO,

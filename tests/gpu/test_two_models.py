@@ -10,8 +10,9 @@ import torch
 from bough.config import DraftConfig, EngineConfig
 from bough.engine.sampler import SamplingParams
 from bough.hub.catalog import EMBEDDED, named
+from bough.session.events import Finished, Text
 from bough.session.loading import load_session
-from bough.session.requests import Finished, Text, TextRequest
+from bough.session.requests import TextRequest
 from bough.session.worker import EngineWorker, Job, Turns
 
 pytestmark = pytest.mark.gpu

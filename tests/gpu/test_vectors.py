@@ -10,8 +10,9 @@ import pytest
 from bough.config import EngineConfig
 from bough.hub.catalog import EMBEDDED, named
 from bough.models.pooling import TEMPLATE
+from bough.session.events import Vector
 from bough.session.loading import load_session
-from bough.session.requests import TextRequest, Vector, VectorOptions
+from bough.session.requests import TextRequest, VectorOptions
 from bough.session.session import Session
 from tests.gguf_edit import edited
 

@@ -9,7 +9,8 @@ from bough.config import DraftConfig, EngineConfig, SpecConfig
 from bough.engine.sampler import SamplingParams
 from bough.hub.catalog import named
 from bough.session import loading
-from bough.session.requests import Finished, TextRequest
+from bough.session.events import Finished
+from bough.session.requests import TextRequest
 from bough.session.session import Session
 
 GREEDY = SamplingParams(seed=1)

@@ -10,8 +10,9 @@ from bough.config import DraftConfig, EngineConfig, SpecConfig
 from bough.engine.sampler import SamplingParams
 from bough.gguf.reader import GGUFFile
 from bough.models.spec import ModelSpec
+from bough.session.events import Finished, Progress
 from bough.session.loading import load_session
-from bough.session.requests import Finished, Progress, TextRequest
+from bough.session.requests import TextRequest
 from bough.session.session import Session
 from tests.tiny_draft import draft_config, save_draft
 

@@ -4,22 +4,22 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 
+from bough.engine.events import Failed
 from bough.engine.sampler import SamplingParams, TokenLogprob
 from bough.engine.stats import RequestStats, StepRecord
 from bough.errors import PromptTooLong, UsageError
 from bough.images.opening import ImageLimits
-from bough.session.requests import (
-    Failed,
+from bough.session.events import (
     Finished,
     Progress,
     Reasoning,
     SessionEvent,
     Text,
-    TextRequest,
     ToolArguments,
     ToolCall,
     TreeStep,
 )
+from bough.session.requests import TextRequest
 from bough.text.template import ChatTemplate
 from tests.text.templates import QWEN35, SEEING
 

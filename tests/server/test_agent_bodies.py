@@ -5,7 +5,7 @@ import json
 import httpx2
 import pytest
 
-from bough.session.requests import Reasoning, Text, ToolArguments, ToolCall
+from bough.session.events import Reasoning, Text, ToolArguments, ToolCall
 from tests.server.agent_bodies import claude_code, codex, opencode
 from tests.server.live import Live, scripted
 

@@ -8,7 +8,7 @@ import pytest
 from bough.config import ServerConfig
 from bough.engine.stats import RequestStats
 from bough.errors import BoughError
-from bough.session.requests import Finished, Text
+from bough.session.events import Finished, Text
 from tests.server.conftest import anthropic_client
 from tests.server.live import Live, scripted
 

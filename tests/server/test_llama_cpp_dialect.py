@@ -6,7 +6,7 @@ import re
 import httpx2
 import pytest
 
-from bough.session.requests import Grammar
+from bough.text.grammar import Grammar
 from tests.server.live import Live
 from tests.server.scripted import ScriptedSession
 

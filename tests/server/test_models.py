@@ -12,7 +12,7 @@ import pytest
 from bough.config import ServerConfig
 from bough.errors import ResourceError
 from bough.server.models import ServedModel
-from bough.session.requests import Finished, Text
+from bough.session.events import Finished, Text
 from bough.session.worker import Turns
 from tests.server.live import Live, live
 from tests.server.scripted import ScriptedSession

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from bough.session.requests import Reasoning, Text, TextRequest, ToolArguments, ToolCall
+from bough.session.events import Reasoning, Text, ToolArguments, ToolCall
+from bough.session.requests import TextRequest
 from tests.server.live import Live, scripted
 
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(600)]

@@ -11,7 +11,7 @@ import pytest
 from bough.engine.stats import RequestStats
 from bough.errors import BoughError, PromptTooLong
 from bough.server.failures import failure_of
-from bough.session.requests import Finished, Text
+from bough.session.events import Finished, Text
 from tests.server.conftest import openai_client
 from tests.server.live import Live, scripted
 

@@ -11,8 +11,8 @@ import openai
 import pytest
 
 from bough.config import CompressConfig, EngineConfig, ServerConfig
+from bough.session.events import Progress
 from bough.session.loading import load_session
-from bough.session.requests import Progress
 from tests.compress.conversations import prose
 from tests.server.conftest import anthropic_client, openai_client
 from tests.server.live import Live, live, scripted

@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from bough.config import ServerConfig
-from bough.session.requests import Progress, Text
+from bough.session.events import Progress, Text
 from tests.server.conftest import anthropic_client, openai_client
 from tests.server.live import Live, scripted
 from tests.server.scripted import said

@@ -12,8 +12,8 @@ from bough.engine.stats import RequestStats
 from bough.errors import UsageError
 from bough.server import outputs
 from bough.server.run import line
+from bough.session.events import Text
 from bough.session.loading import load_session
-from bough.session.requests import Text
 from tests.server.conftest import openai_client
 from tests.server.live import Live, live, scripted
 

@@ -66,7 +66,7 @@ def expected(files: dict[str, Path]) -> np.ndarray:
 def test_the_openai_client(server: Live, expected: np.ndarray):
     client = openai_client(server)
     # It asks for base64 by itself, and decodes it.
-    for options in ({}, {"encoding_format": "float"}):
+    for options in ({}, {"encoding_format": "float"}, {"extra_body": {"stream": True}}):
         found = client.embeddings.create(model=MODEL, input=TEXTS, **options)
         assert [each.index for each in found.data] == [0, 1, 2] and found.model == MODEL
         assert np.array_equal(np.float32([each.embedding for each in found.data]), expected)

@@ -9,7 +9,8 @@ from collections.abc import Coroutine
 import pytest
 
 from bough.errors import QueueFull, Unavailable, UsageError
-from bough.session.requests import Finished, Text, TextRequest
+from bough.session.events import Finished, Text
+from bough.session.requests import TextRequest
 from bough.session.worker import EngineWorker, Job, State
 from tests.server.scripted import ScriptedSession
 

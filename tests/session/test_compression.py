@@ -14,11 +14,13 @@ from bough.engine.sampler import SamplingParams
 from bough.errors import Cancelled, PromptTooLong
 from bough.session.attention_scorer import AttentionScorer
 from bough.session.compression import Compression, PromptCompression
+from bough.session.events import Finished
 from bough.session.loading import load_session
 from bough.session.prompts import Prompts
-from bough.session.requests import CompressOptions, Finished, Grammar, Prompt, TextRequest
+from bough.session.requests import CompressOptions, Prompt, TextRequest
 from bough.session.session import Session
 from bough.session.worker import EngineWorker
+from bough.text.grammar import Grammar
 from bough.text.tokenizer import EncodeLimit
 from tests.compress.conversations import prose
 

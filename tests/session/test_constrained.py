@@ -16,19 +16,12 @@ from bough.config import DraftConfig, EngineConfig, SpecConfig
 from bough.engine.sampler import SamplingParams
 from bough.errors import UsageError
 from bough.hub.catalog import named
+from bough.session.events import Finished, Reasoning, Text, ToolArguments, ToolCall, TreeStep
 from bough.session.loading import load_session
 from bough.session.prompts import CLOSING, Prompts
-from bough.session.requests import (
-    Finished,
-    Grammar,
-    Reasoning,
-    Text,
-    TextRequest,
-    ToolArguments,
-    ToolCall,
-    TreeStep,
-)
+from bough.session.requests import TextRequest
 from bough.session.session import Session
+from bough.text.grammar import Grammar
 from bough.text.template import ChatTemplate
 from tests.session.schemas import random_schema, random_tools
 from tests.text.templates import QWEN35

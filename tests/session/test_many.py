@@ -7,15 +7,18 @@ import pytest
 
 from bough.config import DraftConfig, EngineConfig, SpecConfig
 from bough.engine.engine import Engine
+from bough.engine.events import Failed
 from bough.engine.sampler import SamplingParams
 from bough.errors import UsageError
 from bough.hub.catalog import named
 from bough.memory.planner import MemoryPlan, plan_memory
 from bough.session import loading
 from bough.session.constraint import TokenConstraint
+from bough.session.events import Finished, Text
 from bough.session.loading import load_session
-from bough.session.requests import Failed, Finished, Grammar, Text, TextRequest
+from bough.session.requests import TextRequest
 from bough.session.session import Generation, Session
+from bough.text.grammar import Grammar
 
 GREEDY = SamplingParams(seed=0)
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}}

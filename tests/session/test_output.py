@@ -5,8 +5,8 @@ from itertools import cycle
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bough.session.events import SessionEvent, Text, ToolArguments, ToolCall
 from bough.session.output import OutputStream
-from bough.session.requests import SessionEvent, Text, ToolArguments, ToolCall
 from bough.text.output import OutputParser
 from bough.text.stream import TextStream
 from bough.text.tools import Tool

@@ -13,8 +13,9 @@ from bough.convert.convert import convert
 from bough.errors import PromptTooLong, UnsupportedModel, UsageError
 from bough.llm import LLM
 from bough.models.pooling import CLASSIFIER, TEMPLATE
+from bough.session.events import Finished, Vector
 from bough.session.loading import load_session
-from bough.session.requests import Finished, TextRequest, Vector, VectorOptions
+from bough.session.requests import TextRequest, VectorOptions
 from bough.session.session import Session
 from tests.convert.hf_models import build_hf, save_hf
 from tests.gguf_edit import edited

@@ -15,8 +15,9 @@ from bough.engine.sampler import SamplingParams
 from bough.errors import UnsupportedModel
 from bough.models.dflash import DFlashDraft
 from bough.models.draft_spec import DraftSpec
+from bough.session.events import Finished
 from bough.session.loading import load_session
-from bough.session.requests import Finished, TextRequest
+from bough.session.requests import TextRequest
 from bough.session.session import Session
 from bough.spec.diagnosis import DraftWatch, diagnosis
 from tests.gpu.texts import embedded_pair

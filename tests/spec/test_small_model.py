@@ -19,12 +19,13 @@ from bough.kernels.kv_cache.format import FORMATS
 from bough.models.decoder import Decoder
 from bough.models.step import SIZES, Step
 from bough.session.loading import load_session
-from bough.session.requests import Grammar, TextRequest
+from bough.session.requests import TextRequest
 from bough.spec.costs import StepCosts
 from bough.spec.small_model import RECENT, SMALL_ROWS, SmallModel
 from bough.spec.speculator import Speculator
 from bough.spec.tree import Proposal
 from bough.state.sequences import CacheConfig, SequenceStates
+from bough.text.grammar import Grammar
 from bough.text.vocabulary import vocabulary_gap
 from tests.engine.driving import cut_after, run
 from tests.every_draft import ITSELF, SMALL, EveryDraft

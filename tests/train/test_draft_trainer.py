@@ -17,8 +17,9 @@ from bough.errors import BoughError, ModelFileError, ResourceError, UnsupportedM
 from bough.gguf.reader import GGUFFile
 from bough.models.dflash import DFlashDraft
 from bough.models.spec import ModelSpec, has_mtp
+from bough.session.events import Finished
 from bough.session.loading import load_session
-from bough.session.requests import Finished, TextRequest
+from bough.session.requests import TextRequest
 from bough.train import draft_eval, portable
 from bough.train.curves import CURVES
 from bough.train.draft_data import Regeneration, TokenData

@@ -7,7 +7,8 @@ from typing import Any
 
 from bough.compress.conversation import Message
 from bough.engine.sampler import SamplingParams
-from bough.session.requests import CompressOptions, Finished, Text, TextRequest
+from bough.session.events import Finished, Text
+from bough.session.requests import CompressOptions, TextRequest
 from bough.session.session import Session
 from workshop.compression.texts import Context, Question
 

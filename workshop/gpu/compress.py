@@ -30,7 +30,8 @@ from bough.config import CompressConfig
 from bough.engine.sampler import SamplingParams
 from bough.session.attention_scorer import AttentionScorer
 from bough.session.compression import Compression, PromptCompression
-from bough.session.requests import CompressOptions, Finished, Text, TextRequest
+from bough.session.events import Finished, Text
+from bough.session.requests import CompressOptions, TextRequest
 from bough.session.session import Session
 from tests.gpu.conversation import raise_context_length
 from tests.gpu.texts import embedded_pair, load_session

@@ -38,25 +38,8 @@ ONSETS = re.findall(r"\w+", "b br c d dr f fl g gr h j k l m n p pl qu r s st t 
 VOWELS = ("a", "e", "i", "o", "u", "ai", "ee", "ou")
 CODAS = ("", "", "n", "r", "l", "s", "t", "m", "ck", "nd", "rt", "x")
 # Their bytes are rare tokens.
-FOREIGN = (
-    "café",
-    "naïve",
-    "Straße",
-    "señor",
-    "→",
-    "≤",
-    "≥",
-    "×",
-    "—",
-    "…",
-    "‘a’",
-    "“so”",
-    "π",
-    "5°",
-    "½",
-    "√2",
-    "λ",
-)
+_FOREIGN = "café naïve Straße señor → ≤ ≥ × — … ‘a’ “so” π 5° ½ √2 λ"
+FOREIGN = tuple(_FOREIGN.split())
 PEOPLE = ("Anna", "Ben", "Clara", "Hugo", "Mia", "Noah", "Olga", "Paul")
 
 

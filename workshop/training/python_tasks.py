@@ -18,39 +18,8 @@ MAX_EXAMPLE_CHARACTERS = 72
 MAX_EXAMPLES = 6
 EMPTY = ("[]", "{}", "''", "None", "0", "[[]]")
 # Alternatives to names in templates; the template's own is the likeliest.
-SYNONYMS: Mapping[str, tuple[str, ...]] = {
-    "text": ("s", "string", "text"),
-    "numbers": ("nums", "values", "lst", "arr", "numbers"),
-    "items": ("lst", "values", "elements", "arr", "items"),
-    "words": ("words", "strings", "tokens"),
-    "mapping": ("d", "data", "dictionary", "mapping"),
-    "matrix": ("grid", "m", "matrix"),
-    "nested": ("lists", "nested_list", "nested"),
-    "n": ("n", "n", "number", "num"),
-    "letter": ("char", "c", "letter"),
-    "target": ("target", "value", "goal"),
-    "size": ("size", "n", "length"),
-    "limit": ("limit", "threshold", "minimum"),
-    "result": ("result", "output", "res", "out"),
-    "total": ("total", "total", "result", "acc"),
-    "count": ("count", "counter", "total"),
-    "counts": ("counts", "freq", "frequency"),
-    "groups": ("groups", "result", "grouped"),
-    "number": ("num", "x", "value", "n", "number"),
-    "item": ("x", "element", "value", "item"),
-    "character": ("char", "c", "ch", "character"),
-    "word": ("word", "w", "token"),
-    "i": ("i", "i", "i", "index", "idx"),
-    "product": ("product", "result", "prod"),
-    "largest": ("largest", "biggest", "maximum", "best"),
-    "smallest": ("smallest", "minimum", "lowest"),
-    "digits": ("digits", "result"),
-    "candidate": ("candidate", "num", "number"),
-    "divisor": ("divisor", "d", "i"),
-    "middle": ("middle", "mid"),
-    "previous": ("previous", "prev"),
-    "current": ("current", "curr"),
-}
+_ROWS = (line.split("\t") for line in (TEMPLATES.parent / "synonyms.tsv").read_text().splitlines())
+SYNONYMS: Mapping[str, tuple[str, ...]] = {name: tuple(others.split()) for name, others in _ROWS}
 # `first` and `second` change together.
 PAIRS = (("a", "b"), ("x", "y"), ("one", "other"), ("left", "right"))
 IDENTIFIER = re.compile(r"(?<![.\w])[A-Za-z_]\w*")

@@ -1,23 +1,21 @@
 """The environment of a run: device, versions, commit, and the memory bandwidth that bounds plain decoding."""
 
 import os
-import statistics
 import subprocess
-import time
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import bough
+from bough.engine.runner import Mark, StepClock
 from bough.memory.device import device_name
 from bough.session.session import Session
 
-SMALLEST, LARGEST = 64 << 20, 2 << 30  # bytes of the bandwidth test's buffer
-
 
 def head(settings: dict[str, Any], command: str) -> dict[str, Any]:
-    """Return a run's header for any endpoint."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command,
@@ -33,29 +31,30 @@ def of_session(session: Session) -> dict[str, Any]:
     """Return a local session's header fields, with the weight bytes read per token and the bandwidth."""
 
     target = session.engine.target
-    # Only one row of the embedding is read per token; a tied head is counted separately.
-    weights = session.plan.estimate.read_bytes(1)
     return {
         "device": device_name(target.device, target.threads),
         "torch": version("torch"),
         "threads": target.threads,
-        "weights_bytes": weights,
-        "read_bandwidth": read_bandwidth(target.device, weights),
+        # Only one row of the embedding is read per token; a tied head is counted separately.
+        "weights_bytes": session.plan.estimate.read_bytes(1),
+        "read_bandwidth": read_bandwidth(target.device),
         "max_ctx": session.max_ctx,
     }
 
 
-def read_bandwidth(device: Any, size: int) -> float:
-    """Return the read bandwidth in bytes per second: the median of seven sums over a weight-sized buffer."""
-    import torch
-
-    buffer = torch.ones(min(max(size, SMALLEST), LARGEST) // 4, device=device)
-    times = []
-    for _ in range(8):
-        start = time.perf_counter()
-        float(buffer.sum())
-        times.append(time.perf_counter() - start)
-    return buffer.nbytes / statistics.median(times[1:])
+def read_bandwidth(device: torch.device) -> float:
+    """Return bytes a second that a plain sum reads from memory."""
+    count = (1 << 30) if device.type == "cuda" else (1 << 25)
+    data = torch.ones(count, dtype=torch.float32, device=device)
+    clock, times = StepClock(device), []
+    for _ in range(6):
+        clock.mark(Mark.FORWARD)
+        data.sum()
+        clock.mark(Mark.FORWARDED)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(clock.seconds(Mark.FORWARD, Mark.FORWARDED))
+    return data.nbytes / min(times)
 
 
 def _commit() -> str:

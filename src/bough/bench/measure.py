@@ -1,7 +1,6 @@
 """Measuring one generation: throughput, TTFT, acceptance length, step times, memory."""
 
 import sys
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Union
@@ -10,6 +9,7 @@ from bough.bench.suites import SuitePrompt
 from bough.engine.sampler import SamplingParams
 from bough.engine.stats import StepRecord
 from bough.session.collected import GeneratedOutput
+from bough.session.loops import loop_start
 from bough.session.requests import TextRequest
 from bough.session.session import Session
 
@@ -17,19 +17,15 @@ if TYPE_CHECKING:
     from bough.bench.remote import RemoteEndpoint
 
 SPEED, SCORED = 256, 640  # most tokens of an answer; a score of answers that were cut is too low
-RUN, TIMES = 12, 3  # an output loops once an n-gram of RUN tokens occurs TIMES times
 
 
 @dataclass(frozen=True, slots=True)
 class BenchSettings:
-    """Settings shared by all prompts of a run."""
-
     n_gen: int | None = None  # most tokens of an answer; None: SPEED, or SCORED where there is a score
     seed: int = 0
     thinking: bool | None = None
 
     def limit(self, prompt: SuitePrompt) -> int:
-        """Return the most tokens of a prompt's answer."""
         return self.n_gen or (SPEED if prompt.score is None else SCORED)
 
 
@@ -114,20 +110,6 @@ class LocalEndpoint:
 
 
 Endpoint = Union[LocalEndpoint, "RemoteEndpoint"]
-
-
-def loop_start(tokens: Sequence[int]) -> int | None:
-    """Return the number of tokens after which the output loops (an n-gram's third occurrence), or None.
-
-    Acceptance after that point says nothing about real text.
-    """
-    seen: Counter[tuple[int, ...]] = Counter()
-    for end in range(RUN, len(tokens) + 1):
-        ngram = tuple(tokens[end - RUN : end])
-        seen[ngram] += 1
-        if seen[ngram] == TIMES:
-            return end
-    return None
 
 
 def _acceptance(steps: Sequence[StepRecord], tokens: int) -> float:

@@ -97,16 +97,11 @@ FAST_MMA, SLOW_MMA = 1311, 256  # multiply-adds a clock and SM: an H200's mma.sy
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Milliseconds."""
-
     low: float
     high: float
 
     def __add__(self, other: "Range") -> "Range":
         return Range(self.low + other.low, self.high + other.high)
-
-    def tokens_per_second(self, tokens: float) -> tuple[float, float]:
-        return 1000 * tokens / self.high, 1000 * tokens / self.low
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +135,6 @@ class StepModel:
         self._slow = min(1.0, max(0.0, cost))
 
     def parts(self, reads: Reads, rows: int) -> dict[str, Range]:
-        """Return the parts of a forward pass."""
         spec, times = reads.spec, self._times
         count, width = len(spec.layers), spec.width / 5120
         chosen = reads.experts(rows)
@@ -168,7 +162,6 @@ class StepModel:
         return self._short(self._times.draft) + self._weights(reads.draft + reads.head, DRAFT_ROWS)
 
     def bound(self, rows: int) -> str:
-        """Return what limits the matmuls."""
         return "memory" if self._kernel_rate(rows) >= self._read else "the kernel"
 
     def _matmuls(self, count: int, moved: int, rows: int, width: float) -> Range:
@@ -196,7 +189,7 @@ def card_named(name: str) -> str:
     cards = [card for card in CARDS if plain and _plain(card).endswith(plain)]
     cards = [card for card in cards if _plain(card) == plain] or cards
     if len(cards) != 1:
-        raise UsageError(f"`predict` is {name!r}, needed: one of {', '.join(CARDS)}", param="predict")
+        raise UsageError(f"`predict` is {name!r}, needed: one of {', '.join(CARDS)}")
     return cards[0]
 
 
@@ -242,12 +235,15 @@ def _size(model: StepModel, reads: Reads, rows: int, draft: Range) -> dict[str, 
         "forward_ms": [forward.low, forward.high],
         "parts_ms": {part: [time.low, time.high] for part, time in parts.items()},
         "matmuls_bound_by": model.bound(rows),
-        "tok_s": {length: whole.tokens_per_second(length) for length in lengths if length <= rows},
+        "tok_s": {
+            length: (1000 * length / whole.high, 1000 * length / whole.low)
+            for length in lengths
+            if length <= rows
+        },
     }
 
 
 def lines(result: dict[str, Any]) -> list[list[str]]:
-    """Return the prediction as a table, its header first."""
     table = [["rows", "forward ms", "of it matmuls", "bound by", *(f"tok/s at {n}" for n in (1, *LENGTHS))]]
     for row in result["sizes"]:
         speeds = (row["tok_s"].get(length) for length in (1, *LENGTHS))

@@ -206,20 +206,20 @@ def percent(figure: Figure | None) -> str:
 def markdown(head: Result, lines: Sequence[Result], pictures: Mapping[str, str] | None = None) -> str:
     """Return a run as markdown: settings, tables, command, bandwidth bound, plots (title to file)."""
     sections = [f"## {title(head)}\n", _machine(head) + "\n"]
-    for columns, cells in tables(lines).items():
-        table = [columns, ["---"] * len(columns), *cells]
-        sections.append("\n".join("| " + " | ".join(each) + " |" for each in table) + "\n")
+    sections += [markdown_table(columns, cells) + "\n" for columns, cells in tables(lines).items()]
     source, beside = published(head, lines)
     if beside:
-        table = [BESIDE, ["---"] * len(BESIDE), *beside]
-        text = "\n".join("| " + " | ".join(each) + " |" for each in table)
-        sections.append(f"Published by {source}:\n\n{text}\n")
+        sections.append(f"Published by {source}:\n\n{markdown_table(BESIDE, beside)}\n")
     sections.append(f"Command: `{head['command']}`\n")
     skipped = [f"{line['prompt']} was skipped: {line['skipped']}." for line in lines if "skipped" in line]
     remarks = [floor(head), mismatch(head), disturbance(head), cut_short(lines), *skipped[:3]]
     sections += [" ".join(each for each in remarks if each) + "\n"] if any(remarks) else []
     sections += [f"![{name}]({path})\n" for name, path in (pictures or {}).items()]
     return "\n".join(sections)
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    return "\n".join(f"| {' | '.join(map(str, row))} |" for row in (columns, ["---"] * len(columns), *rows))
 
 
 def title(head: Result) -> str:

@@ -83,7 +83,6 @@ class ResultFile:
         self.path = path
 
     def runs(self) -> list[tuple[Result, list[Result]]]:
-        """Return every run's header and results."""
         runs: list[tuple[Result, list[Result]]] = []
         if not self.path.exists():
             return runs

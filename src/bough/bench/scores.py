@@ -110,7 +110,6 @@ def boxed(text: str) -> str | None:
 
 
 def _plain(formula: str) -> str:
-    """Normalise a formula's typesetting."""
     for old, new in (
         (r"\dfrac", r"\frac"),
         (r"\tfrac", r"\frac"),

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 
 from bough.bench import machine, step
+from bough.bench.report import markdown_table
 from bough.engine.sampler import SamplingParams
-from bough.session.requests import Finished, TextRequest
+from bough.session.events import Finished
+from bough.session.requests import TextRequest
 from bough.session.session import Session
 
 PROMPTS = (
@@ -102,14 +104,15 @@ def page(result: dict[str, Any]) -> str:
         ("date", result["date"]),
     ]
     same = sum(each["same"] for each in result["texts"])
-    text_rows = [list(result["texts"][0]), *(map(str, each.values()) for each in result["texts"])]
+    text_rows = [list(each.values()) for each in result["texts"]]
+    columns, *steps = step.lines(result)
     parts = [
         f"# Bough on {name}",
-        _table([["", ""], *facts]),
+        markdown_table(["", ""], facts),
         "## Steps",
-        _table(step.lines(result)),
+        markdown_table(columns, steps),
         f"## Texts: {same} of {len(result['texts'])} with trees are identical to plain decoding",
-        _table(text_rows),
+        markdown_table(list(result["texts"][0]), text_rows),
         f"```json\n{json.dumps(result)}\n```",
     ]
     return "\n\n".join(parts) + "\n"
@@ -120,12 +123,6 @@ def _tuned(result: dict[str, Any]) -> str:
         return "no GPU"
     rows = ", ".join(result["tuned"])
     return f"for {rows} rows" if rows else "no: `bough tune` measures this card's best settings first"
-
-
-def _table(rows: Any) -> str:
-    head, *body = [[str(cell) for cell in row] for row in rows]
-    lines = [head, ["---"] * len(head), *body]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def save(result: dict[str, Any], path: Path) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from bough.engine.stats import RequestStats
-from bough.session.requests import Finished, TextRequest
+from bough.session.events import Finished
+from bough.session.requests import TextRequest
 from bough.session.session import Session
 
 PROMPT, GENERATED = 512, 128  # tokens

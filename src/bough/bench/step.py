@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from bough.bench import step_profile
+from bough.bench.machine import read_bandwidth
 from bough.bench.step_profile import Span
 from bough.config import EngineConfig
 from bough.engine.engine import Engine
-from bough.engine.runner import Mark, StepClock
 from bough.engine.sampler import SamplingParams
 from bough.engine.sequence import Phase, Request
 from bough.errors import UsageError
@@ -102,23 +102,7 @@ def measure_steps(
     }
 
 
-def read_bandwidth(device: torch.device) -> float:
-    """Return bytes a second that a plain sum reads from memory."""
-    count = (1 << 30) if device.type == "cuda" else (1 << 25)
-    data = torch.ones(count, dtype=torch.float32, device=device)
-    clock, times = StepClock(device), []
-    for _ in range(6):
-        clock.mark(Mark.FORWARD)
-        data.sum()
-        clock.mark(Mark.FORWARDED)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        times.append(clock.seconds(Mark.FORWARD, Mark.FORWARDED))
-    return data.nbytes / min(times)
-
-
 def lines(result: dict[str, Any]) -> list[list[str]]:
-    """Return the result as a table, its header first."""
     columns = ("draft_ms", "verify_ms", "walk_ms", "gap_ms", "step_ms")
     names = ["rows", "draft + tree", "verify", "sample + accept + commit", "gap", "step ms"]
     table = [[*names, "GB read", "of read speed"]]

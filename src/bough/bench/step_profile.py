@@ -52,8 +52,6 @@ _GROUP_OF = {name: group for group, names in GROUPS.items() for name in names}
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One kernel execution; times in microseconds."""
-
     name: str
     begin: float
     end: float

@@ -71,7 +71,11 @@ def load(
     source = SOURCES[suite]
     items = _from_folder(source, data, suite) if data is not None else _from_hub(source, suite, offline)
     make = {
-        "humaneval": partial(_single, score=scores.humaneval, ask=_humaneval),
+        "humaneval": partial(
+            _single,
+            score=scores.humaneval,
+            ask=lambda item: f"Complete this function:\n```python\n{item['prompt'].rstrip()}\n```",
+        ),
         "gsm8k": partial(_single, score=scores.gsm8k, ask=lambda item: item["question"]),
         "math500": partial(_single, score=scores.math500, ask=lambda item: item["problem"]),
         "mbpp": partial(_single, score=scores.mbpp, ask=_mbpp),
@@ -124,10 +128,6 @@ def _single(
 ) -> list[SuitePrompt]:
     messages = [{"role": "user", "content": ask(item)}]
     return [SuitePrompt(suite, f"{suite}/{index}", messages, item=item, score=score)]
-
-
-def _humaneval(item: Mapping[str, Any]) -> str:
-    return "Complete this function:\n```python\n" + item["prompt"].rstrip() + "\n```"
 
 
 def _mbpp(item: Mapping[str, Any]) -> str:

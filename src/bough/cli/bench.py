@@ -4,7 +4,7 @@ import json
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,18 +21,16 @@ from bough.cli.command import INTERRUPTED
 from bough.cli.interrupt import held
 from bough.cli.loading import choose
 from bough.cli.options import (
-    HARDWARE,
-    EngineOptions,
-    KVCacheOptions,
+    MeasuredEngine,
     Model,
     Only,
     Quiet,
     SpeculationOptions,
+    argument,
     check_remote,
     grouped,
     panel,
 )
-from bough.cli.speculation import Chosen
 from bough.config import EngineConfig, environment
 from bough.errors import UsageError
 from bough.hub.catalog import named
@@ -46,13 +44,7 @@ BUILTIN = "builtin"
 SUITES = ("humaneval", "gsm8k", "math500", "mbpp", "mtbench", BUILTIN, "agent", "sweep")
 _measured, _output, _server = panel("What is measured"), panel("Output"), panel("Server")
 
-Suites = Annotated[
-    str,
-    typer.Argument(
-        metavar="SUITES",
-        help="Of humaneval, gsm8k, math500, mbpp, mtbench, builtin, agent, sweep, with commas between.",
-    ),
-]
+_SUITES = "Of humaneval, gsm8k, math500, mbpp, mtbench, builtin, agent, sweep, with commas between."
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,12 +119,11 @@ def _is_model(name: str) -> bool:
 @grouped
 def bench(
     *,
-    suites: Suites = BUILTIN,
+    suites: str = argument(_SUITES, "SUITES", default=BUILTIN),
     model: Model = None,
     measured: MeasureOptions,
     speculating: Annotated[SpeculationOptions, Only(("draft", "no_draft"))],
-    cache: KVCacheOptions,
-    engine: Annotated[EngineOptions, Only(("max_ctx", *HARDWARE))],
+    engine: MeasuredEngine,
     remote: BenchServerOptions,
     output: BenchOutputOptions,
 ) -> None:
@@ -154,9 +145,9 @@ def bench(
     grid = Grid.parse(
         names, temperature=measured.temperature, budget=measured.budget, context=measured.context
     )
-    config = engine.config(cache)
+    config = engine.config()
     if remote.url is not None:
-        check_remote(engine, cache)
+        check_remote(engine)
     before = _document(output.compare) if output.compare is not None else None
     screen = view.Screen(quiet=output.quiet)
     with screen.waiting("Starting PyTorch"), held():
@@ -169,30 +160,13 @@ def bench(
         key = remote.api_key or environment().api_key
         measure_server(run, loaded, grid, remote.url, key=key, model=model)
     else:
-        target, config = _local(model, speculating, config, grid, offline=engine.offline, screen=screen)
-        measure_local(run, loaded, grid, target, config, screen)
+        speculation.check(speculating)
+        choice = choose(model, speculating, engine, screen, costs=False)
+        measure_local(run, loaded, grid, choice, screen)
     if run.found:
         _report(run, output, before, screen)
     if run.cancelled():
         raise typer.Exit(INTERRUPTED)
-
-
-def _local(
-    model: str | None,
-    options: SpeculationOptions,
-    config: EngineConfig,
-    grid: Grid,
-    *,
-    offline: bool,
-    screen: view.Screen,
-) -> tuple[Chosen, EngineConfig]:
-    """Return the model and the engine's settings. Each run measures its own step costs."""
-    speculation.check(options)
-    target, proposing = choose(model, options, offline=offline, screen=screen)
-    spec = proposing.config
-    if spec is not None and grid.budgets:
-        spec = replace(spec, budget=max(grid.budgets))
-    return target, replace(config, speculation=spec, draft=proposing.draft)
 
 
 def _prompts(suites: Sequence[str], options: MeasureOptions, grid: Grid, *, offline: bool) -> dict[str, Any]:

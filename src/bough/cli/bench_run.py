@@ -11,10 +11,9 @@ from rich.progress import BarColumn, MofNCompleteColumn
 
 from bough.cli import view
 from bough.cli.interrupt import Interrupt
+from bough.cli.loading import Choice
 from bough.cli.loading import load as load_session
-from bough.cli.speculation import Chosen
 from bough.cli.values import size
-from bough.config import EngineConfig
 from bough.errors import UsageError
 
 if TYPE_CHECKING:
@@ -30,14 +29,6 @@ SWEEP_CONTEXTS = (0, 1024, 4096)
 WARM_UP = [{"role": "user", "content": "Count from one to twenty."}]
 WARM_UP_TOKENS = 24
 EXAMINED = 40  # tokens of an answer on which a draft is tried with other settings
-
-
-@dataclass(frozen=True, slots=True)
-class Variants:
-    """The budgets and temperatures at which each prompt of a suite is answered."""
-
-    budgets: list[int | None]  # 0: plain; None: the server's own choice
-    temperatures: list[float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +57,21 @@ class Grid:
         return cls(heats, budgets, contexts)
 
     def trees(self, suite: str, recommended: int) -> list[int]:
-        """Return the budgets of a suite's trees."""
         return self.budgets or (list(SWEEP_BUDGETS) if suite == SWEEP else [recommended])
 
-    def variants(self, suite: str, trees: Sequence[int | None], *, plain: bool) -> Variants:
-        heats = self.temperatures or (list(SWEEP_TEMPERATURES) if suite == SWEEP else [0.0])
-        return Variants([*([0] if plain else []), *trees], heats)
+    def cases(
+        self,
+        loaded: "Mapping[str, Sequence[SuitePrompt]]",
+        suite: str,
+        trees: Sequence[int | None],
+        *,
+        plain: bool,
+    ) -> "list[BenchCase]":
+        """Return the cases of a suite at these budgets (0: plain; None: the server's own choice)."""
+        from bough.bench import runner
+
+        heats = self.temperatures or (SWEEP_TEMPERATURES if suite == SWEEP else (0.0,))
+        return runner.cases(loaded[suite], [*([0] if plain else []), *trees], heats)
 
 
 def _check_suites(suites: Sequence[str]) -> None:
@@ -116,21 +116,12 @@ class BenchRun:
         self._interrupt = Interrupt()
         return self._interrupt
 
-    def measure(
-        self,
-        plan: "Sequence[tuple[Sequence[SuitePrompt], Variants]]",
-        make: "Callable[[BenchSettings], Endpoint]",
-    ) -> None:
-        """Measure each suite's prompts in its variants; results in the file are taken over with --resume."""
+    def measure(self, cases: "Sequence[BenchCase]", make: "Callable[[BenchSettings], Endpoint]") -> None:
+        """Measure the cases; results in the file are taken over with --resume."""
         from bough.bench import runner
 
         self.interruptible()
         earlier = self._file.resume(self.head["settings"]) if self._resume else {}
-        cases = [
-            case
-            for prompts, variants in plan
-            for case in runner.cases(prompts, variants.budgets, variants.temperatures)
-        ]
         keys = {key for case in cases for key in case.keys}
         results = {key: line for key, line in earlier.items() if key in keys}
 
@@ -168,7 +159,6 @@ def measure_server(
     key: str | None,
     model: str | None,
 ) -> None:
-    """Measure the suites on an OpenAI-compatible server."""
     from bough.bench.remote import RemoteEndpoint
     from bough.session.remote import RemoteSession
 
@@ -176,12 +166,11 @@ def measure_server(
     run.head["settings"] |= {"model": session.name, "draft": None, "url": session.url}
     run.head |= {"device": f"the server {session.url}", "torch": "", "threads": 0}
     trees = (grid.budgets if session.ours else None) or [None]
-    plan = [(loaded[suite], grid.variants(suite, trees, plain=session.ours)) for suite in loaded]
-    run.measure(plan, lambda settings: RemoteEndpoint(session, settings, run.cancelled))
+    cases = [case for suite in loaded for case in grid.cases(loaded, suite, trees, plain=session.ours)]
+    run.measure(cases, lambda settings: RemoteEndpoint(session, settings, run.cancelled))
 
 
 def _speed(run: BenchRun, session: "Session", screen: view.Screen) -> dict[str, Any]:
-    """Return the prompt and decode speed of the model alone."""
     from bough.bench import speed
 
     with screen.waiting("Measuring prompt and decode speed"), run.interruptible():
@@ -206,8 +195,7 @@ def measure_local(
     run: BenchRun,
     loaded: "Mapping[str, Sequence[SuitePrompt]]",
     grid: Grid,
-    target: Chosen,
-    config: EngineConfig,
+    choice: Choice,
     screen: view.Screen,
 ) -> None:
     """Measure the suites with a model that is loaded here; the sweep has a session of its own."""
@@ -215,6 +203,7 @@ def measure_local(
     from bough.bench.measure import LocalEndpoint
     from bough.prefix_cache.files import identity
 
+    target, config = choice.target, choice.engine
     run.head["settings"] |= {
         "model": target.card.name if target.card else target.path.stem,
         "draft": config.draft.path.name if config.draft else None,
@@ -242,10 +231,10 @@ def measure_local(
             run.head["speed"] = _speed(run, session, screen)
         if not session.template.supports_thinking:
             run.settings = replace(run.settings, thinking=None)
-        plan = [(loaded[suite], grid.variants(suite, trees[suite], plain=True)) for suite in suites]
+        cases = [each for suite in suites for each in grid.cases(loaded, suite, trees[suite], plain=True)]
         if run.cancelled():
             return
-        run.measure(plan, lambda settings, s=session: LocalEndpoint(s, settings, run.cancelled))
+        run.measure(cases, lambda settings, s=session: LocalEndpoint(s, settings, run.cancelled))
         if config.draft is not None and not run.cancelled():
             run.head["draft_problem"] = _draft_problem(run, session)
         del session  # the next one needs its memory

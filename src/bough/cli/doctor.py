@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import typer
 
@@ -19,6 +19,7 @@ import bough
 from bough.cli import view
 from bough.cli.kernel_report import gpu_report
 from bough.cli.loading import show_warnings
+from bough.cli.options import grouped, option
 from bough.errors import UsageError
 from bough.memory.host import nvidia_smi, physical_memory
 
@@ -38,12 +39,13 @@ class Check:
     hint: str = ""
 
 
+@grouped
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    gpu: Annotated[
-        bool,
-        typer.Option("--gpu", help="Run every kernel on this GPU; print one table, to paste into an issue."),
-    ] = False,
+    *,
+    as_json: bool = option("Print one JSON object.", "--json", default=False),
+    gpu: bool = option(
+        "Run every kernel on this GPU; print one table, to paste into an issue.", default=False
+    ),
 ) -> None:
     """Check this machine: Python, PyTorch, GPU, memory, disk, model cache, and the kernels.
 

@@ -40,8 +40,6 @@ class Inventory:
 
 @dataclass(frozen=True, slots=True)
 class Proposer:
-    """A model that may propose tokens for a larger one."""
-
     name: str
     size: int
     vocabulary: Mapping[str, Any]  # the metadata of its tokenizer
@@ -55,7 +53,6 @@ class Proposer:
 
 
 def proposers(paths: Iterable[tuple[str, Path]]) -> list[Proposer]:
-    """Return the models among files, by their names."""
     from bough.gguf.reader import GGUFFile
     from bough.models.spec import FAMILIES
 

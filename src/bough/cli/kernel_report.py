@@ -150,7 +150,6 @@ def _of_driver(device: "torch.device") -> dict[str, str]:
 
 
 def page(header: dict[str, str], results: "Sequence[Result]", best: "Peaks", limit: int) -> str:
-    """Return the Markdown page."""
     lines = ["## bough doctor --gpu", "", *(f"* {name}: {value}" for name, value in header.items()), ""]
     lines += [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
     lines += [f"| {' | '.join(_row(result, best, limit))} |" for result in results]

@@ -5,13 +5,11 @@ import os
 import shlex
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field
 from enum import StrEnum
-from typing import Annotated
-
-import typer
 
 from bough.cli import view
+from bough.cli.options import argument, grouped, option
 from bough.config import child_environment, environment
 from bough.errors import BoughError
 
@@ -22,11 +20,7 @@ LOADING = 503
 NAME = "bough"  # of the provider, and of the model if the server does not run
 
 
-class Client(StrEnum):
-    claude = "claude"
-    codex = "codex"
-    opencode = "opencode"
-    aider = "aider"
+Client = StrEnum("Client", "claude codex opencode aider")
 
 
 INSTALL: Mapping[Client, str] = {
@@ -39,8 +33,6 @@ INSTALL: Mapping[Client, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A command line and its environment."""
-
     command: list[str]
     variables: dict[str, str]
     without: list[str] = field(default_factory=list)  # variables that must be unset
@@ -58,18 +50,14 @@ class NotThere(BoughError):
     """The server does not run or the agent is not installed."""
 
 
+@grouped
 def launch(
-    client: Annotated[Client, typer.Argument(help="claude, codex, opencode or aider.")],
-    arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="-- ARGUMENTS", help="Passed on to it.", show_default=False)
-    ] = None,
-    url: Annotated[str, typer.Option("--url", metavar="URL", help="Where the server is.")] = SERVER,
-    api_key: Annotated[
-        str | None, typer.Option("--api-key", metavar="KEY", help="Of the server; else BOUGH_API_KEY.")
-    ] = None,
-    only_print: Annotated[
-        bool, typer.Option("--print", help="Print the lines for a shell and start nothing.")
-    ] = False,
+    *,
+    client: Client = argument("claude, codex, opencode or aider.", None, default=MISSING),
+    arguments: list[str] | None = argument("Passed on to it.", "-- ARGUMENTS", show_default=False),
+    url: str = option("Where the server is.", "URL", default=SERVER),
+    api_key: str | None = option("Of the server; else BOUGH_API_KEY.", "KEY"),
+    only_print: bool = option("Print the lines for a shell and start nothing.", "--print", default=False),
 ) -> None:
     """Start a coding agent that uses our server.
 
@@ -99,15 +87,8 @@ def plan(client: Client, server: Server, key: str, arguments: list[str]) -> Star
     base, model = server.base, server.model
     match client:
         case Client.claude:
-            models = dict.fromkeys(
-                (
-                    "ANTHROPIC_MODEL",
-                    "ANTHROPIC_DEFAULT_OPUS_MODEL",
-                    "ANTHROPIC_DEFAULT_SONNET_MODEL",
-                    "ANTHROPIC_DEFAULT_HAIKU_MODEL",
-                ),
-                model,
-            )
+            sizes = ("MODEL", *(f"DEFAULT_{size}_MODEL" for size in ("OPUS", "SONNET", "HAIKU")))
+            models = {f"ANTHROPIC_{size}": model for size in sizes}
             variables = {
                 "ANTHROPIC_BASE_URL": base,
                 "ANTHROPIC_AUTH_TOKEN": key,

@@ -1,14 +1,13 @@
 """`bough list`: models and drafts on this machine, and names that can be pulled."""
 
 import re
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from bough.bench.cards import about_tok_s
 from bough.cli import view
 from bough.cli.completion import pulled_names
 from bough.cli.inventory import CachedTarget, Inventory, inventory, proposers
+from bough.cli.options import argument, grouped, option
 from bough.errors import UsageError
 from bough.hub import catalog
 from bough.hub.cache import Cached
@@ -24,16 +23,15 @@ CPU = "CPU"
 SLOW = 5e9  # bytes that are read for each token: at the 25 GB/s of a usual CPU five tokens a second
 
 
+@grouped
 def list_models(
-    name: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="NAME",
-            help="A short name or USER/REPO on huggingface.co: list its quantisations.",
-            autocompletion=pulled_names,
-        ),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    *,
+    name: str | None = argument(
+        "A short name or USER/REPO on huggingface.co: list its quantisations.",
+        "NAME",
+        autocompletion=pulled_names,
+    ),
+    as_json: bool = option("Print one JSON object.", "--json", default=False),
 ) -> None:
     """List the models that are here, in the package and the Hugging Face cache, and names to pull."""
     if name is not None:
@@ -180,7 +178,6 @@ def _draft(draft: Cached) -> dict[str, Any]:
 
 
 def _available(models: Inventory) -> list[dict[str, Any]]:
-    """Return the cards that have no target in the cache."""
     here = {target.card.name for target in models.targets if target.card is not None}
     return [
         {

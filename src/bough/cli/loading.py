@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -12,7 +12,7 @@ from bough.cli.footprint import on_cpu
 from bough.cli.interrupt import held
 from bough.cli.listing import suggestion
 from bough.cli.options import EngineOptions, SpeculationOptions
-from bough.cli.speculation import Chosen, Speculation, decide, downloading
+from bough.cli.speculation import Chosen, decide, downloading
 from bough.config import EngineConfig, environment
 from bough.errors import UsageError
 from bough.hub.catalog import EMBEDDED
@@ -25,37 +25,41 @@ if TYPE_CHECKING:
     from bough.session.session import Session
 
 
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A model of the command line: how it was named, what it is, and how it is loaded."""
+
+    given: str | None
+    target: Chosen
+    engine: EngineConfig
+    note: str  # shown at the end of a run
+
+
 def choose(
     name: str | None,
     options: SpeculationOptions,
-    *,
-    offline: bool,
+    engine: EngineOptions,
     screen: view.Screen,
+    *,
     think: bool | None = None,
-) -> tuple[Chosen, Speculation]:
-    """Return the model to load, named or from the environment, and how tokens are proposed for it."""
+    costs: bool = True,
+) -> Choice:
+    """Return the model to load, named or from the environment; what is not here is fetched.
+
+    costs: step costs of earlier runs are used, and kept for the next.
+    """
     from bough.gguf.read_ahead import read_ahead
 
-    settings = environment()
-    offline = offline or settings.offline
-    name = name if name is not None else settings.target
-    target = find(name, think=think, offline=offline, screen=screen)
+    config, settings = engine.config(), environment()
+    offline = engine.offline or settings.offline
+    target = find(settings.target if name is None else name, think=think, offline=offline, screen=screen)
     read_ahead(target.path)
-    return target, decide(options, target, offline=offline, screen=screen)
-
-
-def engine_config(config: EngineConfig, speculation: Speculation) -> EngineConfig:
-    """Return the engine's settings with speculation and the step costs of earlier runs."""
-    return replace(config, speculation=speculation.config, draft=speculation.draft, costs=costs_file())
-
-
-def with_scorer(config: EngineConfig, options: EngineOptions, screen: view.Screen) -> EngineConfig:
-    """Return the settings with the file of the model that scores long prompts, fetched if it is not here."""
-    if options.compress_scorer == "words":
-        return config
-    offline = options.offline or environment().offline
-    scorer = find(options.compress_scorer, think=None, offline=offline, screen=screen).path
-    return replace(config, compress=replace(config.compress, scorer=scorer))
+    speculation, draft, note = decide(options, target, offline=offline, screen=screen)
+    config = replace(config, speculation=speculation, draft=draft)
+    if engine.compress_scorer != "words":
+        scorer = find(engine.compress_scorer, think=None, offline=offline, screen=screen).path
+        config = replace(config, compress=replace(config.compress, scorer=scorer))
+    return Choice(name, target, replace(config, costs=costs_file()) if costs else config, note)
 
 
 def find(name: str | None, *, think: bool | None, offline: bool, screen: view.Screen) -> Chosen:
@@ -131,8 +135,6 @@ class LoadingBar:
 
 
 class _Warnings(logging.Handler):
-    """Shows logged warnings, about a damaged snapshot for example, as those of a command."""
-
     def __init__(self, screen: view.Screen):
         super().__init__(logging.WARNING)
         self._screen = screen
@@ -147,7 +149,6 @@ def show_warnings(screen: view.Screen) -> None:
 
 
 def load(path: Path, config: EngineConfig, screen: view.Screen) -> "Session":
-    """Return a loaded session, with progress and notes on the screen."""
     with screen.waiting("Starting PyTorch"), held():
         from bough.session.loading import load_session
     show_warnings(screen)
@@ -180,12 +181,11 @@ def describe(session: "Session", path: Path, screen: view.Screen) -> None:
 
 
 def loaded_line(seconds: Mapping[str, float]) -> str:
-    """Return how long loading took, and its phases."""
     phases = ", ".join(f"{name} {each:.1f}" for name, each in seconds.items() if each >= 0.05)
     return f"Loaded in {sum(seconds.values()):.1f} s: {phases}"
 
 
-def summary(session: "Session", *, drafted: bool, speculating: bool) -> str:
+def summary(session: "Session", config: EngineConfig) -> str:
     """Return a session's context, device and what proposes tokens, for the line at the start."""
     from bough.memory.device import device_name
 
@@ -194,8 +194,9 @@ def summary(session: "Session", *, drafted: bool, speculating: bool) -> str:
     device = device_name(target.device) if target.device.type == "cuda" else threads
     if session.vector_spec is not None:
         return f"context {session.max_ctx:,} tokens · {device} · {session.vector_spec.kind}"
-    proposing = "with a draft" if drafted else "without a draft" if speculating else "plain decoding"
-    return f"context {session.max_ctx:,} tokens · {device} · {proposing}"
+    drafted = "without a draft" if config.draft is None else "with a draft"
+    means = "plain decoding" if config.speculation is None else drafted
+    return f"context {session.max_ctx:,} tokens · {device} · {means}"
 
 
 def _warn_of_packed_weights(session: "Session", path: Path, screen: view.Screen) -> None:

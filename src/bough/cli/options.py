@@ -1,7 +1,7 @@
 """Options that several commands share, each declared once, and how a command takes them in groups.
 
-An option is an `Annotated` type. Options that belong together are the fields of a frozen dataclass, and a
-command takes that dataclass as one parameter.
+Options that belong together are the fields of a frozen dataclass, and a command takes that dataclass as one
+parameter. What several groups share is an `Annotated` type. All are declared in the words of `panel`.
 """
 
 import functools
@@ -26,18 +26,19 @@ from bough.errors import UsageError
 
 MODEL_HELP = "A .gguf file, a folder that holds one, a short name (`bough list`), or USER/REPO[:QUANT]"
 DEFAULTS = EngineConfig()
-PANEL = "panel"
+DECLARED = "declared"
 LIMITS = re.compile(r"(-?[0-9.]*[0-9])?\.\.(-?[0-9.]*[0-9])?")
 COMPRESS = ("compress", "compress_above", "compress_to", "compress_scorer")
 # Options that every engine has.
 REASONING = ("effort", "break_loops")
 IMAGES = ("mmproj", "no_images", "image_tokens")
+KV_CACHE = ("kv", "kv_k", "kv_v", "window")
 HARDWARE = ("vram_limit", "experts_host", "prefill", "device", "threads", "cpu_backend", "offline")
 
 
 @dataclass(frozen=True, slots=True)
 class Only:
-    """In `Annotated[GROUP, Only(...)]`: the fields that become options; the others keep their defaults."""
+    """In `Annotated[GROUP, Only(...)]`: fields that become options, in order; others keep their defaults."""
 
     names: tuple[str, ...]
 
@@ -55,13 +56,16 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     for name, parameter in inspect.signature(command).parameters.items():
         group = _group(hints[name])
         if group is None:
-            expanded.append(parameter.replace(kind=parameter.KEYWORD_ONLY, annotation=hints[name]))
+            expanded.append(_parameter(name, hints[name], parameter.default))
         else:
             groups[name] = group[0], [option.name for option in group[1]]
             expanded += group[1]
 
+    defaults = {each.name: each.default for each in expanded if each.default is not inspect.Parameter.empty}
+
     @functools.wraps(command)
     def call(**arguments: Any) -> None:
+        arguments = defaults | arguments
         values = {
             name: kind(**{option: arguments.pop(option) for option in names})
             for name, (kind, names) in groups.items()
@@ -79,130 +83,124 @@ def _group(hint: Any) -> tuple[type, list[inspect.Parameter]] | None:
     kind, *extras = get_args(hint) if get_origin(hint) is Annotated else (hint,)
     if not (isinstance(kind, type) and is_dataclass(kind)):
         return None
-    types = get_type_hints(kind, include_extras=True)
+    types, group = get_type_hints(kind, include_extras=True), {field.name: field for field in fields(kind)}
     names = [name for extra in extras if isinstance(extra, Only) for name in extra.names]
-    return kind, [
-        inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty if field.default is MISSING else field.default,
-            annotation=_annotated(field, types[field.name]),
-        )
-        for field in fields(kind)
-        if field.name in names or not names
-    ]
+    return kind, [_parameter(name, types[name], group[name]) for name in names or group]
 
 
-def _annotated(field: Field[Any], kind: Any) -> Any:
-    """Return the type of a field with its option; those of `panel` are named after their field."""
-    if PANEL not in field.metadata:
-        return kind
-    names, settings = field.metadata["names"], dict(field.metadata["settings"])
-    if not any(name.startswith("--") for name in names):
-        names = (f"--{field.name.replace('_', '-')}", *names)
-    return Annotated[kind, typer.Option(*names, rich_help_panel=field.metadata[PANEL], **settings)]
+def _parameter(name: str, kind: Any, default: Any) -> inspect.Parameter:
+    """Return a parameter of typer's; an option without a name of its own is named after its field."""
+    if isinstance(default, Field):
+        if DECLARED in default.metadata:
+            declare, names, settings = default.metadata[DECLARED]
+            if declare is typer.Option and not any(name.startswith("--") for name in names):
+                names = (f"--{name.replace('_', '-')}", *names)
+            kind = Annotated[kind, declare(*names, **settings)]
+        default = inspect.Parameter.empty if default.default is MISSING else default.default
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 
 
-def panel(title: str) -> Callable[..., Any]:
-    """Return what declares the fields of a group as options that the help shows under this title."""
+def _declaration(form: str, settings: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
+    """Return names and settings of an option. form: names, metavar and limits: `-n N 1..64`."""
+    names = []
+    for word in form.split():
+        if limits := LIMITS.fullmatch(word):
+            low, high = (float(limit) if "." in limit else int(limit) for limit in limits.groups("0"))
+            settings |= ({"min": low} if limits[1] else {}) | ({"max": high} if limits[2] else {})
+        elif word.startswith("-"):
+            names.append(word)
+        else:
+            settings["metavar"] = word
+    return names, settings
+
+
+def panel(title: str | None) -> Callable[..., Any]:
+    """Return what declares a parameter or a field of a group as an option under this title of the help."""
 
     def option(help: str, form: str = "", *, default: Any = None, **settings: Any) -> Any:
-        """Return a field of a group. form: other names than the field's, metavar and limits: `-n N 1..64`."""
-        names = []
-        for word in form.split():
-            if limits := LIMITS.fullmatch(word):
-                low, high = (float(limit) if "." in limit else int(limit) for limit in limits.groups("0"))
-                settings |= {"min": low} if limits[1] else {}
-                settings |= {"max": high} if limits[2] else {}
-            elif word.startswith("-"):
-                names.append(word)
-            else:
-                settings["metavar"] = word
-        declaration = {PANEL: title, "names": names, "settings": {"help": help} | settings}
-        return dataclass_field(default=default, metadata=declaration)
+        declared = (typer.Option, *_declaration(form, {"help": help, "rich_help_panel": title} | settings))
+        return dataclass_field(default=default, metadata={DECLARED: declared})
 
     return option
 
 
-def single(title: str) -> Callable[..., Any]:
-    """Return `typer.Option` for an option that several groups or commands share, under this title."""
-    return functools.partial(typer.Option, rich_help_panel=title)
+def argument(help: str, metavar: str | None, *, default: Any = None, **settings: Any) -> Any:
+    declared = (typer.Argument, (), {"help": help, "metavar": metavar} | settings)
+    return dataclass_field(default=default, metadata={DECLARED: declared})
 
 
+def shared_option(title: str, help: str, form: str, **settings: Any) -> Any:
+    """Return the declaration of an option that several groups or commands have, for its `Annotated` type."""
+    names, settings = _declaration(form, {"help": help, "rich_help_panel": title} | settings)
+    return typer.Option(*names, **settings)
+
+
+option = panel(None)
 _speculation, _engine, _kv_cache = panel("Speculation"), panel("Engine"), panel("KV cache")
 _compress, _reasoning = panel("Compression of long prompts"), panel("Reasoning")
 
-Model = Annotated[
-    str | None,
-    typer.Argument(metavar="MODEL", help=f"{MODEL_HELP}; else BOUGH_MODEL.", autocompletion=model_names),
-]
+ModelName = functools.partial(typer.Argument, metavar="MODEL", autocompletion=model_names)
+Model = Annotated[str | None, ModelName(help=f"{MODEL_HELP}; else BOUGH_MODEL.")]
 Models = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="MODEL",
-        help=f"{MODEL_HELP}; else BOUGH_MODEL. Of several, requests name one.",
-        autocompletion=model_names,
-        show_default=False,
-    ),
+    ModelName(help=f"{MODEL_HELP}; else BOUGH_MODEL. Of several, requests name one.", show_default=False),
 ]
 System = Annotated[
-    str | None, single("Prompt")("--system", "-s", help="Instructions that come before the prompt.")
+    str | None, shared_option("Prompt", "Instructions that come before the prompt.", "--system -s")
 ]
 Think = Annotated[
     bool | None,
-    single("Prompt")(
+    shared_option(
+        "Prompt",
+        "Reason before answering; else as the model's template decides.",
         "--think/--no-think",
-        help="Reason before answering; else as the model's template decides.",
         show_default=False,
     ),
 ]
 Seed = Annotated[
     int | None,
-    single("Sampling")("--seed", min=0, help="Same seed, same text. Random and shown when absent."),
+    shared_option("Sampling", "Same seed, same text. Random and shown when absent.", "--seed 0.."),
 ]
-AsJson = Annotated[bool, single("Output")("--json", help="Print one JSON object, for errors too.")]
-Quiet = Annotated[bool, single("Output")("--quiet", "-q", help="No progress, notices or statistics.")]
+AsJson = Annotated[bool, shared_option("Output", "Print one JSON object, for errors too.", "--json")]
+Quiet = Annotated[bool, shared_option("Output", "No progress, notices or statistics.", "--quiet -q")]
 Draft = Annotated[
     str | None,
-    single("Speculation")(
-        "--draft",
-        metavar="auto|none|mtp|lookup|PATH|REPO",
-        help="What proposes tokens: a draft by path or repository, also a small model of the same "
+    shared_option(
+        "Speculation",
+        "What proposes tokens: a draft by path or repository, also a small model of the same "
         "family; the MTP block in the model's file; prompt lookup alone; nothing. auto: the draft listed for "
         "the model, else its MTP block. With ,mtp after it (auto,mtp) the draft and the block propose in one "
-        "tree. "
-        "Default: BOUGH_DRAFT, else auto.",
+        "tree. Default: BOUGH_DRAFT, else auto.",
+        "--draft auto|none|mtp|lookup|PATH|REPO",
     ),
 ]
 MaxContext = Annotated[
     int | None,
-    single("Engine")(
-        "--max-ctx",
-        parser=size,
-        metavar="TOKENS",
-        help="Most tokens of the prompt, as the template writes it, and the answer together: 8192, 8k, 1m. "
+    shared_option(
+        "Engine",
+        "Most tokens of the prompt, as the template writes it, and the answer together: 8192, 8k, 1m. "
         "Default: what the model was made for, up to 32k on a CPU and 256k on a GPU, as memory allows.",
+        "--max-ctx TOKENS",
+        parser=size,
     ),
 ]
 Parallel = Annotated[
     int | None,
-    single("Engine")(
-        "--parallel",
-        min=1,
-        max=64,
-        metavar="N",
-        help="Requests that run at once; they share the memory for tokens. "
+    shared_option(
+        "Engine",
+        "Requests that run at once; they share the memory for tokens. "
         "Default: on a GPU what fits, up to 8; on a CPU 1.",
+        "--parallel N 1..64",
     ),
 ]
 VramLimit = Annotated[
     int | None,
-    single("Engine")(
-        "--vram-limit",
-        parser=memory,
-        metavar="SIZE",
-        help="Let no more of the GPU's memory be in use than this, other programs' included: 24g. "
+    shared_option(
+        "Engine",
+        "Let no more of the GPU's memory be in use than this, other programs' included: 24g. "
         "Default: all of it.",
+        "--vram-limit SIZE",
+        parser=memory,
     ),
 ]
 
@@ -234,30 +232,7 @@ class SpeculationOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class KVCacheOptions:
-    """How the KV cache is stored and read."""
-
-    kv: KVType = _kv_cache(
-        "The type it is stored in. auto: f32 on a CPU, which alone has it; on a GPU f16, "
-        "or the most bits in which the context fits. Below 8 bits the text may change: "
-        "docs/long-context.md.",
-        default=KVType.auto,
-        case_sensitive=False,
-    )
-    kv_k: KVType | None = _kv_cache("Keys alone; else as --kv says.", case_sensitive=False)
-    kv_v: KVType | None = _kv_cache("Values alone; else as --kv says.", case_sensitive=False)
-    window: int | None = _kv_cache(
-        "While decoding attend only to this many of the last tokens and to the first 64: "
-        "approximate. Default: to all.",
-        "TOKENS",
-        parser=size,
-    )
-
-
-@dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """Where a model is loaded, and with how much memory."""
-
     max_ctx: MaxContext = None
     prefix_cache: int | None = _engine(
         "Memory for states of earlier prompts, so that a repeated prefix is not computed again: "
@@ -337,9 +312,23 @@ class EngineOptions:
         "MODEL|words",
         default="words",
     )
+    kv: KVType = _kv_cache(
+        "The type it is stored in. auto: f32 on a CPU, which alone has it; on a GPU f16, "
+        "or the most bits in which the context fits. Below 8 bits the text may change: "
+        "docs/long-context.md.",
+        default=KVType.auto,
+        case_sensitive=False,
+    )
+    kv_k: KVType | None = _kv_cache("Keys alone; else as --kv says.", case_sensitive=False)
+    kv_v: KVType | None = _kv_cache("Values alone; else as --kv says.", case_sensitive=False)
+    window: int | None = _kv_cache(
+        "While decoding attend only to this many of the last tokens and to the first 64: "
+        "approximate. Default: to all.",
+        "TOKENS",
+        parser=size,
+    )
 
-    def config(self, cache: KVCacheOptions) -> EngineConfig:
-        """Return the engine's settings; speculation has its defaults."""
+    def config(self) -> EngineConfig:
         if self.prefix_cache == 0 and self.prefix_cache_dir is not None:
             raise UsageError(
                 f"--prefix-cache 0 turns off what --prefix-cache-dir {self.prefix_cache_dir} would keep",
@@ -348,12 +337,16 @@ class EngineOptions:
         if self.compress_scorer != "words" and self.compress is Compress.off:
             raise UsageError("--compress-scorer needs --compress auto, which uses it")
         return EngineConfig(
-            **shared(self, EngineConfig, without=("compress",)),
+            **shared(self, EngineConfig, without=("compress", "kv_k", "kv_v")),
             compress=CompressConfig(self.compress.value, self.compress_above, self.compress_to),
-            kv_k=(cache.kv_k or cache.kv).value,
-            kv_v=(cache.kv_v or cache.kv).value,
-            window=cache.window,
+            kv_k=(self.kv_k or self.kv).value,
+            kv_v=(self.kv_v or self.kv).value,
         )
+
+
+# Of commands that measure a model.
+MeasuredEngine = Annotated[EngineOptions, Only((*KV_CACHE, "max_ctx", *HARDWARE))]
+MeasuredDraft = Annotated[SpeculationOptions, Only(("draft", "budget", "no_draft"))]
 
 
 def shared(options: Any, config: Any, *, without: Sequence[str] = ()) -> dict[str, Any]:
@@ -363,9 +356,9 @@ def shared(options: Any, config: Any, *, without: Sequence[str] = ()) -> dict[st
     return {name: value.value if isinstance(value, StrEnum) else value for name, value in values.items()}
 
 
-def check_remote(engine: EngineOptions, cache: KVCacheOptions) -> None:
+def check_remote(engine: EngineOptions) -> None:
     """Refuse options of the engine together with --url, which loads no model here."""
-    if engine.config(cache) != EngineConfig():
+    if engine.config() != EngineConfig():
         raise UsageError(
             "--url excludes options of the device, its memory and the KV cache: the server has its own",
             "give them to bough serve",
@@ -373,8 +366,6 @@ def check_remote(engine: EngineOptions, cache: KVCacheOptions) -> None:
 
 
 class EngineCommand(Command):
-    """A command that loads a model; it accepts other programs' spellings of its options."""
-
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         options = [each for each in self.params if each.param_type_name == "option"]
         known = {name for each in options for name in (*each.opts, *each.secondary_opts)}

@@ -79,7 +79,6 @@ app.command("doctor", cls=Command, rich_help_panel="Prepare")(doctor)
 
 
 def start() -> None:
-    """Run the command that the arguments name and end the process."""
     reopen_closed()
     for stream in (sys.stdout, sys.stderr):
         # A terminal that lacks a character shows `?` instead of ending the program.

@@ -1,26 +1,22 @@
 """`bough ps`: the servers of this machine, their models, and what they are doing."""
 
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from bough.cli import daemon, view
 from bough.cli.flags import with_flags
+from bough.cli.options import grouped, option
 from bough.config import ServerConfig, environment
 
 ANSWER_S = 5.0
 TEXTS = ("state", "requests")
 
 
+@grouped
 def ps(
-    url: Annotated[
-        str | None,
-        typer.Option("--url", metavar="URL", help="Of one; else those in the background, and port 8000."),
-    ] = None,
-    api_key: Annotated[
-        str | None, typer.Option("--api-key", metavar="KEY", help="Of the server; else BOUGH_API_KEY.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    *,
+    url: str | None = option("Of one; else those in the background, and port 8000.", "URL"),
+    api_key: str | None = option("Of the server; else BOUGH_API_KEY.", "KEY"),
+    as_json: bool = option("Print one JSON object.", "--json", default=False),
 ) -> None:
     """Show the models that servers have in memory, their requests and addresses.
 

@@ -1,12 +1,11 @@
 """`bough pull`: fetches a target and its draft."""
 
+from dataclasses import MISSING
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from bough.cli import view
 from bough.cli.completion import pulled_names
+from bough.cli.options import argument, grouped, option
 from bough.cli.speculation import downloading
 from bough.errors import DownloadFailed, ModelFileError, ModelNotFound, UsageError
 from bough.hub import catalog
@@ -21,20 +20,18 @@ from bough.session.pairing import card_of, sees
 AGAIN = "the same command"
 
 
+@grouped
 def pull(
-    name: Annotated[
-        str,
-        typer.Argument(
-            metavar="NAME",
-            help="A short name (`bough list`) or USER/REPO[:QUANT].",
-            autocompletion=pulled_names,
-        ),
-    ],
-    quant: Annotated[
-        str | None, typer.Option("--quant", metavar="Q", help="Which quantisation of the target: Q4_K_M.")
-    ] = None,
-    draft_only: Annotated[bool, typer.Option("--draft-only", help="Fetch the draft alone.")] = False,
-    target_only: Annotated[bool, typer.Option("--target-only", help="Fetch the target alone.")] = False,
+    *,
+    name: str = argument(
+        "A short name (`bough list`) or USER/REPO[:QUANT].",
+        "NAME",
+        default=MISSING,
+        autocompletion=pulled_names,
+    ),
+    quant: str | None = option("Which quantisation of the target: Q4_K_M.", "Q"),
+    draft_only: bool = option("Fetch the draft alone.", default=False),
+    target_only: bool = option("Fetch the target alone.", default=False),
 ) -> None:
     """Fetch a model and its draft into the Hugging Face cache, or bring them up to date.
 

@@ -1,12 +1,13 @@
 """`bough rm`: removes a target, a draft or both from the hub's cache."""
 
+from dataclasses import MISSING
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from bough.cli import view
 from bough.cli.inventory import inventory
+from bough.cli.options import argument, grouped, option
 from bough.errors import ModelNotFound, UsageError
 from bough.hub.cache import Cached, encoders_of, of_repo, removal, unfinished
 from bough.hub.catalog import ModelCard
@@ -16,15 +17,13 @@ from bough.hub.resolve import Meaning, meaning
 DECLINED = 1
 
 
+@grouped
 def remove(
-    name: Annotated[
-        str,
-        typer.Argument(
-            metavar="NAME",
-            help="A short name: the target and its draft. USER/REPO[:QUANT]: that one alone.",
-        ),
-    ],
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    *,
+    name: str = argument(
+        "A short name: the target and its draft. USER/REPO[:QUANT]: that one alone.", "NAME", default=MISSING
+    ),
+    yes: bool = option("Do not ask.", "--yes -y", default=False),
 ) -> None:
     """Remove a model from the Hugging Face cache.
 
@@ -95,7 +94,6 @@ def _with_draft(files: list[Cached], card: ModelCard, draft: RepoName) -> tuple[
 
 
 def _leftovers(meant: Meaning) -> list[Path]:
-    """Return the files of interrupted downloads."""
     assert meant.repo is not None
     repos = [meant.repo.repo]
     if meant.card is not None and meant.card.draft is not None:

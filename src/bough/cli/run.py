@@ -11,36 +11,35 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bough.cli import report, speculation, view
-from bough.cli.chat.command import converse, local_models
+from bough.cli.chat.command import ConversationOptions, converse, local_models
 from bough.cli.command import INTERRUPTED
 from bough.cli.interrupt import Interrupt, held
-from bough.cli.loading import choose, engine_config, load, with_scorer
+from bough.cli.loading import Choice, choose, load
 from bough.cli.options import (
     COMPRESS,
     HARDWARE,
     IMAGES,
+    KV_CACHE,
     REASONING,
     AsJson,
     EngineOptions,
-    KVCacheOptions,
     Model,
     Only,
     Quiet,
     SpeculationOptions,
     System,
     Think,
+    argument,
     grouped,
     panel,
 )
 from bough.cli.sampling import SamplingOptions
-from bough.cli.speculation import Chosen, Speculation
 from bough.errors import UsageError
 from bough.images.opening import ImageFile, ImageLimits, image_size, is_image
 from bough.session.collected import GeneratedOutput
 from bough.session.events import Finished
 
 if TYPE_CHECKING:
-    from bough.cli.chat.conversation import ChatSettings, Conversation
     from bough.session.session import Session, TextRequest
 
 BEGINNING = 64 << 10  # bytes of a file, by which a text is told from other files
@@ -48,18 +47,9 @@ CHAT_HINT = "bough chat MODEL, or a terminal, starts a conversation"
 _prompt, _output = panel("Prompt"), panel("Output")
 
 
-@dataclass(frozen=True, slots=True)
-class Files:
-    texts: list[str]
-    images: list[ImageFile]
-
-
 @dataclass(frozen=True)
 class PromptOptions:
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="PROMPT", help="The same as --prompt.", show_default=False),
-    ] = None
+    words: list[str] | None = argument("The same as --prompt.", "PROMPT", show_default=False)
     prompt: str | None = _prompt(
         "What to answer. Standard input, unless it is a terminal, is added to it: "
         "in a loop that reads a file, write `</dev/null` after the command.",
@@ -75,25 +65,23 @@ class PromptOptions:
     think: Think = None
 
     def check(self) -> None:
-        """Refuse options that contradict each other."""
         if self.raw and (self.system is not None or self.think is not None):
             flag = "--system" if self.system is not None else "--think and --no-think"
             raise UsageError(
                 f"{flag} and --raw exclude each other: without a chat template there are no roles"
             )
-        if self.raw and self.files.images:
+        if self.raw and self.images:
             raise UsageError("a picture and --raw exclude each other: its place is in the chat template")
         if self.words and self.prompt is not None:
             raise UsageError("a prompt was given both after the model and with --prompt, needed once")
 
     @cached_property
-    def files(self) -> "Files":
-        """Return what --file names."""
-        contents = [_content(path) for path in self.file or ()]
-        return Files(
-            [each for each in contents if isinstance(each, str)],
-            [each for each in contents if isinstance(each, ImageFile)],
-        )
+    def files(self) -> list[str | ImageFile]:
+        return [_content(path) for path in self.file or ()]
+
+    @property
+    def images(self) -> list[ImageFile]:
+        return [file for file in self.files if isinstance(file, ImageFile)]
 
     @property
     def text(self) -> str | None:
@@ -131,7 +119,6 @@ class OutputOptions:
     quiet: Quiet = False
 
     def check(self, engine: EngineOptions) -> None:
-        """Refuse options that contradict each other."""
         if self.logprobs is not None and not self.as_json:
             raise UsageError("--logprobs needs --json, which shows them")
         if self.show_kept and engine.compress == "off":
@@ -139,9 +126,10 @@ class OutputOptions:
 
 
 # Within one prompt nothing repeats, so the prefix cache needs no memory unless there is a folder.
+_PROMPT_CACHE = ("prefix_cache_dir", "prefix_cache_dir_size")
 RunEngineOptions = Annotated[
     EngineOptions,
-    Only(("max_ctx", "prefix_cache_dir", "prefix_cache_dir_size", *REASONING, *IMAGES, *HARDWARE, *COMPRESS)),
+    Only(("max_ctx", *_PROMPT_CACHE, *IMAGES, *HARDWARE, *REASONING, *COMPRESS, *KV_CACHE)),
 ]
 
 
@@ -153,7 +141,6 @@ def run(
     sampling: SamplingOptions,
     speculating: SpeculationOptions,
     engine: RunEngineOptions,
-    cache: KVCacheOptions,
     output: OutputOptions,
 ) -> None:
     """Answer one prompt; on a terminal without a prompt, chat.
@@ -173,16 +160,17 @@ def run(
     model, prompt = prompt.apart_from(model)
     text = _read_prompt(prompt, screen)
     if text is None and _on_terminal() and output == OutputOptions(quiet=output.quiet) and not prompt.raw:
-        config = with_scorer(engine.config(cache), engine, screen)
-        loader = local_models(speculating, config, think=prompt.think, offline=engine.offline, screen=screen)
-        return converse(loader, model, *_beginning(prompt, sampling), screen=screen, quiet=output.quiet)
+        loader = local_models(speculating, engine, think=prompt.think, screen=screen)
+        if sampling.logit_bias:
+            raise UsageError("--logit-bias needs a prompt: a chat has no such setting")
+        beginning = ConversationOptions(prompt.system, think=prompt.think)
+        return converse(loader, model, beginning, sampling, screen=screen)
     if text is None:
         raise UsageError("there is no prompt", f"bough run MODEL TEXT; {CHAT_HINT}")
-    target, proposing = choose(model, speculating, think=prompt.think, offline=engine.offline, screen=screen)
-    _check_sampling(sampling, screen)
     engine = replace(engine, prefix_cache=None if engine.prefix_cache_dir else 0)
-    settings = engine_config(engine.config(cache), proposing)
-    session = load(target.path, with_scorer(settings, engine, screen), screen)
+    choice = choose(model, speculating, engine, screen, think=prompt.think)
+    _check_sampling(sampling, screen)
+    session = load(choice.target.path, choice.engine, screen)
     if session.template.is_fallback and not prompt.raw:
         screen.note("There is no chat template in the file: plain ChatML is used. --raw leaves it out.")
     interrupt = Interrupt()
@@ -196,11 +184,11 @@ def run(
         answer = _generate(session, request, screen, shown=not output.as_json)
     finished = answer.finished
     if output.as_json:
-        _print_json(answer, session, target, proposing)
+        _print_json(answer, session, choice)
     else:
         line = report.line(
             finished,
-            plain=proposing.config is None,
+            plain=choice.engine.speculation is None,
             sampled=request.sampling.temperature > 0,
             interrupted=interrupt.requested,
             width=report.WIDTH if sys.stderr.isatty() else None,
@@ -212,7 +200,7 @@ def run(
             switch=session.template.supports_thinking,
             raisable=session.limits.raisable,
         )
-        _print_statistics(line, finished, proposing, screen, spent=spent)
+        _print_statistics(line, finished, screen, spent=spent, note=choice.note)
     if interrupt.requested:
         raise typer.Exit(INTERRUPTED)
 
@@ -230,34 +218,19 @@ def _on_terminal() -> bool:
     return all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout))
 
 
-def _beginning(prompt: PromptOptions, sampling: SamplingOptions) -> "tuple[Conversation, ChatSettings]":
-    """Return an empty conversation with the settings of the command line."""
-    from bough.cli.chat.conversation import ChatSettings, Conversation
-
-    values = sampling.given()
-    if values.pop("logit_bias", None) is not None:
-        raise UsageError("--logit-bias needs a prompt: a chat has no such setting")
-    settings = ChatSettings(values, sampling.stops, prompt.think)
-    if sampling.limit is not None:
-        settings.values["max_tokens"] = sampling.limit
-    return Conversation(prompt.system), settings
-
-
 def _read_prompt(options: PromptOptions, screen: view.Screen) -> str | None:
     """Return the texts of the command line, of a file and of standard input, joined; None: there are none."""
-    words = options.text
-    files = options.files
+    words, files = options.text, [file for file in options.files if isinstance(file, str)]
     if words is not None and not words.strip() and not options.file:
         raise UsageError("the prompt is empty", "bough run MODEL TEXT")
     piped = _piped(screen)
     if not options.raw:
         piped = piped.strip("\n")
-    texts = [text for text in (words, *files.texts, piped) if text]
-    return "\n\n".join(texts) if files.images or any(text.strip() for text in texts) else None
+    texts = [text for text in (words, *files, piped) if text]
+    return "\n\n".join(texts) if options.images or any(text.strip() for text in texts) else None
 
 
 def _piped(screen: view.Screen) -> str:
-    """Return what there is on standard input, unless it is a terminal."""
     if sys.stdin is None or sys.stdin.closed or sys.stdin.isatty():
         return ""
     with screen.waiting("Reading standard input"):
@@ -307,7 +280,7 @@ def _request(
     words = prompt.text
     query = words if words and words != text and session.compresses else ""
     system = [] if prompt.system is None else [{"role": "system", "content": prompt.system}]
-    images = [{"type": "image", "image": each} for each in prompt.files.images]
+    images = [{"type": "image", "image": each} for each in prompt.images]
     content = [*images, {"type": "text", "text": text}] if images else text
     return TextRequest(
         messages=None if prompt.raw else [*system, {"role": "user", "content": content}],
@@ -338,22 +311,23 @@ def _generate(
     return output
 
 
-def _print_json(answer: GeneratedOutput, session: "Session", target: Chosen, proposing: Speculation) -> None:
+def _print_json(answer: GeneratedOutput, session: "Session", choice: Choice) -> None:
     from bough.memory.planner import format_names
 
-    paths = {"model": target.path, "draft": proposing.draft.path if proposing.draft else None}
+    draft = choice.engine.draft
+    paths = {"model": choice.target.path, "draft": None if draft is None else draft.path}
     formats = format_names(session.plan.kv)
     texts = {"text": answer.text, "reasoning": answer.reasoning}
     view.print_json(report.result(texts, answer.finished, paths, session.tokenizer, kv=formats))
 
 
 def _print_statistics(
-    line: str, finished: Finished | None, proposing: Speculation, screen: view.Screen, *, spent: str
+    line: str, finished: Finished | None, screen: view.Screen, *, spent: str, note: str
 ) -> None:
     screen.statistics(line)
     if spent:
         screen.notice(spent[0].upper() + spent[1:])
-    for note in finished.stats.notes if finished else ():
-        screen.notice(note)
-    if proposing.note:
-        screen.note(proposing.note)
+    for text in finished.stats.notes if finished else ():
+        screen.notice(text)
+    if note:
+        screen.note(note)

@@ -6,33 +6,30 @@ import importlib.util
 import logging
 import os
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from bough.cli import daemon, speculation, view
 from bough.cli.flags import with_flags
 from bough.cli.interrupt import held
-from bough.cli.loading import LoadingBar, choose, describe, engine_config, summary, with_scorer
+from bough.cli.loading import Choice, LoadingBar, choose, describe, summary
 from bough.cli.options import (
     EngineOptions,
-    KVCacheOptions,
     Models,
     Only,
     Parallel,
     Quiet,
     SpeculationOptions,
     grouped,
+    option,
     panel,
     shared,
 )
 from bough.cli.sampling import FILTERS_AND_PENALTIES, SamplingOptions
-from bough.cli.speculation import Chosen, Speculation
 from bough.cli.values import byte_count, size
-from bough.config import EngineConfig, Replicas, ServerConfig, environment, set_ray_environment
+from bough.config import Replicas, ServerConfig, environment, set_ray_environment
 from bough.errors import UsageError
 from bough.server.listen import bind, check
 
@@ -106,7 +103,6 @@ class ServerOptions:
     )
 
     def config(self, model_name: str, sampling: SamplingOptions) -> ServerConfig:
-        """Return the server's settings."""
         return ServerConfig(
             **shared(self, ServerConfig),
             api_keys=self._keys(),
@@ -139,8 +135,6 @@ class ServerOptions:
 
 @dataclass(frozen=True, slots=True)
 class StartOptions:
-    """How the server is started."""
-
     in_background: bool = _background(
         "Go on in the background once the model is loaded; `bough stop`.", "--daemon", default=False
     )
@@ -152,17 +146,6 @@ class StartOptions:
 ServedSamplingOptions = Annotated[SamplingOptions, Only(("n_gen", "greedy", *FILTERS_AND_PENALTIES))]
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """A model of the command line: what it is, how it is loaded and what requests call it."""
-
-    name: str
-    given: str | None  # on the command line
-    target: Chosen
-    proposing: Speculation
-    engine: EngineConfig
-
-
 @grouped
 def serve(
     *,
@@ -171,7 +154,6 @@ def serve(
     sampling: ServedSamplingOptions,
     speculating: SpeculationOptions,
     engine: EngineOptions,
-    cache: KVCacheOptions,
     start: StartOptions,
     quiet: Quiet = False,
 ) -> None:
@@ -193,16 +175,14 @@ def serve(
     screen = view.Screen(quiet=quiet)
     sampling.check(screen)
     _check_several(model, server, speculating)
-    choices = []
+    choices: dict[str, Choice] = {}  # by what requests call them
     for argument in model or [None]:
-        target, proposing = choose(
-            argument, speculating, think=server.think, offline=engine.offline, screen=screen
-        )
-        settings = with_scorer(engine_config(engine.config(cache), proposing), engine, screen)
-        settings = dataclasses.replace(settings, parallel=server.parallel)
-        name = server.served_model_name or _name(target, argument, choices)
-        choices.append(Choice(name, argument, target, proposing, settings))
-    config = server.config(choices[0].name, sampling)
+        choice = choose(argument, speculating, engine, screen, think=server.think)
+        settings = dataclasses.replace(choice.engine, parallel=server.parallel)
+        name = server.served_model_name or _name(choice, choices)
+        choices[name] = dataclasses.replace(choice, engine=settings)
+    first, *_ = choices.values()
+    config = server.config(next(iter(choices)), sampling)
     check(config)
     _warn_of_readable_keys(server.api_key_file, screen)
     if start.print_config:
@@ -213,15 +193,13 @@ def serve(
         return daemon.start(config, log_file=start.log_file, screen=screen)
     logging.getLogger("bough").setLevel(logging.WARNING if quiet else logging.INFO)
     if replicas is not None:
-        return _run_replicas(choices[0], config, replicas, server.ray_address, screen)
+        return _run_replicas(first, config, replicas, server.ray_address, screen)
     _run(choices, config, screen)
 
 
+@grouped
 def stop(
-    port: Annotated[
-        int | None,
-        typer.Option("--port", help="Of the server; needed where several run.", show_default=False),
-    ] = None,
+    *, port: int | None = option("Of the server; needed where several run.", show_default=False)
 ) -> None:
     """Stop a server that runs in the background; requests in progress get half a minute to finish."""
     view.plain(daemon.stop(port))
@@ -255,18 +233,22 @@ def _check_several(models: list[str] | None, server: ServerOptions, speculating:
         )
 
 
-def _name(target: Chosen, argument: str | None, others: Sequence[Choice]) -> str:
+def _name(choice: Choice, others: Mapping[str, Choice]) -> str:
     """Return what requests call a model: its short name, else its file, else what was given."""
-    if target.path in [each.target.path for each in others]:
-        raise UsageError(f"{argument} is given twice, needed different models")
-    names = [target.card.name if target.card else None, target.path.stem, argument]
-    return next(name for name in names if name and name not in [each.name for each in others])
+    target = choice.target
+    if target.path in [other.target.path for other in others.values()]:
+        raise UsageError(f"{choice.given} is given twice, needed different models")
+    names = [target.card.name if target.card else None, target.path.stem, choice.given]
+    return next(name for name in names if name and name not in others)
 
 
-def _as_json(choices: Sequence[Choice], config: ServerConfig, replicas: Replicas | None) -> Mapping[str, Any]:
+def _as_json(
+    choices: Mapping[str, Choice], config: ServerConfig, replicas: Replicas | None
+) -> Mapping[str, Any]:
     server = dataclasses.asdict(config) | {"api_keys": len(config.api_keys)}
-    target, engine = choices[0].target, choices[0].engine
-    models = {each.name: str(each.target.path) for each in choices}
+    first, *_ = choices.values()
+    target, engine = first.target, first.engine
+    models = {name: str(choice.target.path) for name, choice in choices.items()}
     settings = {
         name: str(value) if isinstance(value, Path) else value
         for name, value in dataclasses.asdict(engine).items()
@@ -283,8 +265,6 @@ def _as_json(choices: Sequence[Choice], config: ServerConfig, replicas: Replicas
 
 
 class LogFormatter(logging.Formatter):
-    """Shows the settings in a log line as flags."""
-
     def format(self, record: logging.LogRecord) -> str:
         return with_flags(super().format(record))
 
@@ -295,7 +275,7 @@ def _log_to_stderr() -> None:
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
 
 
-def _run(choices: Sequence[Choice], config: ServerConfig, screen: view.Screen) -> None:
+def _run(choices: Mapping[str, Choice], config: ServerConfig, screen: view.Screen) -> None:
     # The port is taken before loading, which may take minutes.
     listening = bind(config)
     with screen.waiting("Starting PyTorch"), held():
@@ -303,25 +283,24 @@ def _run(choices: Sequence[Choice], config: ServerConfig, screen: view.Screen) -
     host, port = listening.getsockname()[:2]
     address = daemon.address(host, port)
     _log_to_stderr()
-    first = choices[0]
+    first, *_ = choices.values()
     bar = LoadingBar(first.target.path.name, screen)
 
     def ready(session: "Session") -> None:
         bar.stop()
         describe(session, first.target.path, screen)
-        if first.proposing.note and session.vector_spec is None:
-            screen.note(first.proposing.note)
+        if first.note and session.vector_spec is None:
+            screen.note(first.note)
         if session.template.is_fallback:
             screen.note("There is no chat template in the file: plain ChatML is used.")
-        drafted, speculating = first.engine.draft is not None, first.engine.speculation is not None
-        screen.note(summary(session, drafted=drafted, speculating=speculating))
+        screen.note(summary(session, first.engine))
         screen.notice(f"{config.model_name} answers at {address}")
         if len(choices) > 1:
-            screen.note(f"when a request names it: {', '.join(each.name for each in choices[1:])}")
+            screen.note(f"when a request names it: {', '.join(list(choices)[1:])}")
         screen.note(f"API {address}/v1 · page {address}/ · routes {address}/docs · Ctrl-C ends it")
 
     with bar:
-        served = [_served(first, bar), *(_served(each) for each in choices[1:])]
+        served = [_served(name, choice, bar if choice is first else None) for name, choice in choices.items()]
         server.serve(served, config, listening, ready=ready)
 
 
@@ -356,7 +335,7 @@ def _run_replicas(
         run(settings, listening, address=ray_address, ready=ready)
 
 
-def _served(choice: Choice, bar: LoadingBar | None = None) -> "ServedModel":
+def _served(name: str, choice: Choice, bar: LoadingBar | None = None) -> "ServedModel":
     """Return a model for the server; `bar` shows its loading the first time."""
     from bough.server.facts import model_facts
     from bough.server.models import ServedModel
@@ -374,7 +353,7 @@ def _served(choice: Choice, bar: LoadingBar | None = None) -> "ServedModel":
         return load_session(path, choice.engine, progress=reading, compiling=compiling, warming=warming)
 
     return ServedModel(
-        choice.name,
+        name,
         load,
         lambda session: model_facts(session, path, choice.engine),
         frozenset(filter(None, (choice.given, path.name, path.stem))),

@@ -7,17 +7,16 @@ from collections.abc import Generator, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from bough.cli import fit as shown
 from bough.cli import view
-from bough.cli.completion import model_names
 from bough.cli.flags import with_flags
 from bough.cli.footprint import in_mtp_block, in_native_code, on_cpu, on_gpu, stored
 from bough.cli.inventory import Proposer, inventory, proposers
-from bough.cli.options import MODEL_HELP, Draft, MaxContext, Parallel, VramLimit
+from bough.cli.options import Draft, MaxContext, Model, Parallel, VramLimit, grouped, option
 from bough.config import DraftConfig, EngineConfig, SpecConfig, environment
 from bough.errors import BoughError, DownloadFailed, ModelFileError, ModelNotFound, ResourceError, UsageError
 from bough.gguf.types import NATIVE_TYPES
@@ -44,23 +43,19 @@ CONTEXTS = (4096, 32768, 131072)
 HEADERS = (16 << 20, 64 << 20)  # bytes of a file on the hub that are tried
 
 
+@grouped
 def show(
-    model: Annotated[
-        str | None,
-        typer.Argument(metavar="MODEL", help=f"{MODEL_HELP}; else BOUGH_MODEL.", autocompletion=model_names),
-    ] = None,
-    fit: Annotated[
-        bool,
-        typer.Option(
-            "--fit",
-            help="Show what would be loaded on a GPU, part by part, and which contexts fit in which formats.",
-        ),
-    ] = False,
+    *,
+    model: Model = None,
+    fit: bool = option(
+        "Show what would be loaded on a GPU, part by part, and which contexts fit in which formats.",
+        default=False,
+    ),
     vram_limit: VramLimit = None,
     max_ctx: MaxContext = None,
     parallel: Parallel = None,
     draft: Draft = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: bool = option("Print one JSON object.", "--json", default=False),
 ) -> None:
     """Show what a model is, how much memory it needs, its draft and what is recommended for it.
 

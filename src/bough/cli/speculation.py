@@ -27,8 +27,6 @@ NO_DRAFT = (
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A model about to be loaded."""
-
     path: Path
     card: ModelCard | None
     fetched: bool = False  # just now, so that its draft is wanted too
@@ -36,15 +34,12 @@ class Chosen:
     tuned: bool = False  # the card is that of the model it is made from
 
 
-@dataclass(frozen=True, slots=True)
-class Speculation:
-    config: SpecConfig | None  # None: plain decoding
-    draft: DraftConfig | None = None
-    note: str = ""  # shown at the end of a run
+Proposing = tuple[
+    SpecConfig | None, DraftConfig | None, str
+]  # None: plain decoding; what the end of a run says
 
 
 def check(options: SpeculationOptions) -> None:
-    """Refuse options that contradict each other, before any work."""
     if options.draft is not None and not options.draft.strip():
         raise UsageError("the name of the draft is empty", "--draft PATH|REPO, or --no-draft")
     if options.no_draft and options.draft not in (None, NONE):
@@ -58,15 +53,14 @@ def check(options: SpeculationOptions) -> None:
 
 
 def check_remote(options: SpeculationOptions) -> None:
-    """Refuse any of the options together with --url, which loads no draft here."""
     if options != SpeculationOptions():
         raise UsageError("--url and flags of the draft exclude each other: the server has its own")
 
 
-def decide(options: SpeculationOptions, target: Chosen, *, offline: bool, screen: view.Screen) -> Speculation:
+def decide(options: SpeculationOptions, target: Chosen, *, offline: bool, screen: view.Screen) -> Proposing:
     """Return how tokens are proposed for the target; its draft, or the named one, may be fetched."""
     if _is_plain(options):
-        return Speculation(None)
+        return None, None, ""
     card, named = target.card, _named(options, target)
     if named.mtp == "on":
         _check_block(target, f"{named.name},{MTP}")
@@ -86,14 +80,14 @@ def decide(options: SpeculationOptions, target: Chosen, *, offline: bool, screen
                     f"{flag} needs a draft, and none is listed for {card.name if card else target.path.name}",
                     "--draft PATH|REPO names one",
                 )
-            return Speculation(plan.config, note=_without_draft(target, screen))
+            return plan.config, None, _without_draft(target, screen)
         path = _fetched_draft(card, fetch=target.fetched and not offline, screen=screen)
     if path is None:
         if named.mtp != "off" and target.mtp:
             screen.note(OWN_BLOCK)
-        return Speculation(plan.config)
+        return plan.config, None, ""
     _warn_of_base(target, screen, named=named.name != AUTO)
-    return Speculation(plan.config, DraftConfig(path, options.draft_quant.value, head=options.draft_head))
+    return plan.config, DraftConfig(path, options.draft_quant.value, head=options.draft_head), ""
 
 
 def _warn_of_base(target: Chosen, screen: view.Screen, *, named: bool) -> None:
@@ -143,7 +137,6 @@ def _is_plain(options: SpeculationOptions) -> bool:
 
 
 def _draft_flags(options: SpeculationOptions) -> list[str]:
-    """Return the given flags that need a draft."""
     given = {
         "--draft-quant": options.draft_quant is not DraftQuant.auto,
         "--draft-head": options.draft_head is not None,

@@ -4,55 +4,40 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from bough.cli import speculation, view
 from bough.cli.interrupt import held
 from bough.cli.loading import LoadingBar, choose
 from bough.cli.options import (
-    HARDWARE,
     EngineOptions,
-    KVCacheOptions,
+    MeasuredDraft,
+    MeasuredEngine,
     Model,
-    Only,
     Quiet,
     SpeculationOptions,
     grouped,
-    single,
+    panel,
 )
 from bough.cli.speculation import Chosen
 from bough.config import EngineConfig, environment
 from bough.errors import UsageError
 from bough.session.folders import cache_folder
 
-_output = single("Output")
-Drafting = Annotated[SpeculationOptions, Only(("draft", "no_draft", "budget"))]
-Engine = Annotated[EngineOptions, Only(("max_ctx", *HARDWARE))]
-JSONFile = Annotated[Path | None, _output("--json", metavar="FILE", help="All figures.")]
+_measured, _output = panel("What is measured"), panel("Output")
 
 
 @grouped
 def step(
     *,
     model: Model = None,
-    predict: Annotated[
-        str | None,
-        single("What is measured")(
-            "--predict", metavar="CARD", help="Estimate another card's, such as 3090; runs nothing."
-        ),
-    ] = None,
-    speculating: Drafting,
-    cache: KVCacheOptions,
-    engine: Engine,
-    lines: Annotated[
-        Path | None,
-        _output(
-            "--lines",
-            metavar="FILE",
-            help="The figures, appended as a JSON line. Default: bench.jsonl in the cache folder.",
-        ),
-    ] = None,
-    json_file: JSONFile = None,
+    predict: str | None = _measured("Estimate another card's, such as 3090; runs nothing.", "CARD"),
+    speculating: MeasuredDraft,
+    engine: MeasuredEngine,
+    lines: Path | None = _output(
+        "The figures, appended as a JSON line. Default: bench.jsonl in the cache folder.", "FILE"
+    ),
+    json_file: Path | None = _output("All figures.", "--json FILE"),
     quiet: Quiet = False,
 ) -> None:
     """Measure single steps of a model by their number of rows, and by part where it says.
@@ -64,7 +49,7 @@ def step(
     if predict is not None and (model or environment().target) is None:
         raise UsageError(f"--predict {predict} needs the model that is to run", "bough step MODEL")
     screen = view.Screen(quiet=quiet)
-    target, config = _local(model, speculating, cache, engine, screen)
+    target, config = _chosen(model, speculating, engine, screen)
     if predict is not None:
         return _predict(target, config, predict, json_file)
     from bough.bench import step as bench_step
@@ -92,13 +77,10 @@ def step(
 def share(
     *,
     model: Model = None,
-    speculating: Drafting,
-    cache: KVCacheOptions,
-    engine: Engine,
-    markdown: Annotated[Path, _output("--markdown", metavar="FILE", help="The page.")] = Path(
-        "bough-share.md"
-    ),
-    json_file: JSONFile = None,
+    speculating: MeasuredDraft,
+    engine: MeasuredEngine,
+    markdown: Path = _output("The page.", "FILE", default=Path("bough-share.md")),
+    json_file: Path | None = _output("All figures.", "--json FILE"),
     quiet: Quiet = False,
 ) -> None:
     """Write a page about this machine, ready for an issue: steps by rows, bandwidth, settings, versions.
@@ -106,7 +88,7 @@ def share(
     bough share model.gguf --markdown my-card.md
     """
     screen = view.Screen(quiet=quiet)
-    target, config = _local(model, speculating, cache, engine, screen)
+    target, config = _chosen(model, speculating, engine, screen)
     from bough.bench import share as page
     from bough.session.loading import load_session
 
@@ -121,24 +103,20 @@ def share(
     _written(result, json_file)
 
 
-def _local(
+def _chosen(
     model: str | None,
     speculating: SpeculationOptions,
-    cache: KVCacheOptions,
     engine: EngineOptions,
     screen: view.Screen,
 ) -> tuple[Chosen, EngineConfig]:
-    """Return the model and the engine's settings."""
     speculation.check(speculating)
-    config = engine.config(cache)
     with screen.waiting("Starting PyTorch"), held():
         import torch  # noqa: F401
-    target, proposing = choose(model, speculating, offline=engine.offline, screen=screen)
-    return target, replace(config, speculation=proposing.config, draft=proposing.draft)
+    choice = choose(model, speculating, engine, screen, costs=False)
+    return choice.target, choice.engine
 
 
 def _predict(target: Chosen, config: EngineConfig, card: str, json_file: Path | None) -> None:
-    """Show what steps would take on another card."""
     from bough.bench import predict
 
     result = predict.predict(target.path, config, card)

@@ -3,12 +3,11 @@
 import contextlib
 import shlex
 import signal
-import sys
 import time
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.progress import BarColumn, TimeRemainingColumn
@@ -17,7 +16,7 @@ from bough.cli import view
 from bough.cli.command import INTERRUPTED
 from bough.cli.interrupt import Interrupt, held
 from bough.cli.loading import show_warnings
-from bough.cli.options import MODEL_HELP, grouped, panel, shared
+from bough.cli.options import MODEL_HELP, argument, grouped, option, panel, shared
 from bough.cli.speculation import downloading
 from bough.cli.values import device as device_name
 from bough.config import environment
@@ -106,13 +105,13 @@ class TrainingOptions:
 @grouped
 def train(
     *,
-    target: Annotated[str, typer.Argument(metavar="TARGET", help=f"{MODEL_HELP}, or a Hugging Face folder.")],
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="Where the draft goes.")],
+    target: str = argument(f"{MODEL_HELP}, or a Hugging Face folder.", "TARGET", default=MISSING),
+    output: Path = option("Where the draft goes.", "--output -o FOLDER", default=MISSING),
     text: TextOptions,
     draft: DraftOptions,
     training: TrainingOptions,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for errors too.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no notices.")] = False,
+    as_json: bool = option("Print one JSON object, for errors too.", "--json", default=False),
+    quiet: bool = option("No progress and no notices.", "--quiet -q", default=False),
 ) -> None:
     """Train a draft for a target.
 
@@ -131,7 +130,7 @@ def train(
     show_warnings(screen)
     with screen.waiting("Starting PyTorch"), held():
         from bough.train.draft_run import train_draft
-    progress = _Progress(screen, quiet=quiet)
+    progress = _Progress(screen)
     with Interrupt(signal.SIGTERM, patience_s=None) as stop, progress:
         result = train_draft(
             _job(path, output, text, draft, training),
@@ -198,11 +197,8 @@ def _target(name: str, output: Path, *, offline: bool, screen: view.Screen) -> P
 
 
 class _Progress:
-    """Shows a bar for each phase of the run, and a line for each evaluation."""
-
-    def __init__(self, screen: view.Screen, *, quiet: bool):
+    def __init__(self, screen: view.Screen):
         self._screen = screen
-        self._on_terminal = not quiet and sys.stderr.isatty()
         self._bars = contextlib.ExitStack()
         self._bar: view.Bar | None = None
         self._phase = ""
@@ -245,10 +241,10 @@ class _Progress:
         return self._bar
 
     def _clocked(self, label: str) -> view.Bar:
-        return view.Bar(label, [BarColumn(), TimeRemainingColumn(compact=True)], shown=self._on_terminal)
+        return view.Bar(label, [BarColumn(), TimeRemainingColumn(compact=True)], shown=self._screen.draws)
 
     def _note(self, text: str) -> None:
-        if not self._on_terminal and time.monotonic() - self._noted > _NOTES_EVERY_S:
+        if not self._screen.draws and time.monotonic() - self._noted > _NOTES_EVERY_S:
             self._noted = time.monotonic()
             self._screen.note(text)
 
@@ -294,7 +290,6 @@ def _report(result: "TrainingResult", target: Path, *, as_json: bool) -> None:
 
 
 def _example(result: "TrainingResult", target: Path) -> str:
-    """Return a command that runs as it is."""
     from bough.train.mtp_export import MTP_TARGET
 
     block_file = result.folder / MTP_TARGET

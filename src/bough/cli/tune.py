@@ -1,14 +1,12 @@
 """`bough tune`: measures the fastest settings of the quantised matmuls on this GPU and saves them."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from bough.cli import view
 from bough.cli.interrupt import held
 from bough.cli.loading import show_warnings
-from bough.cli.options import MODEL_HELP
+from bough.cli.options import MODEL_HELP, argument, grouped, option
 from bough.errors import ResourceError, UsageError
 from bough.hub.resolve import meaning, resolve
 
@@ -19,16 +17,13 @@ if TYPE_CHECKING:
     from bough.kernels.quant_matmul.tuned import TunedFile
 
 
+@grouped
 def tune(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="MODEL", help=f"{MODEL_HELP}: its shapes and types are timed; else those of a 27B."
-        ),
-    ] = None,
-    reset: Annotated[
-        bool, typer.Option("--reset", help="Delete the saved settings of all GPUs, and leave.")
-    ] = False,
+    *,
+    model: str | None = argument(
+        f"{MODEL_HELP}: its shapes and types are timed; else those of a 27B.", "MODEL"
+    ),
+    reset: bool = option("Delete the saved settings of all GPUs, and leave.", default=False),
 ) -> None:
     """Find the fastest settings of the quantised matmuls on this GPU, and save them.
 

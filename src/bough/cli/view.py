@@ -63,7 +63,6 @@ def _console(stream: IO[str]) -> Console:
 
 
 def plain(text: str) -> None:
-    """Print one line on standard output."""
     with delivered():
         sys.stdout.write(guarded(text, sys.stdout) + "\n")
 
@@ -83,7 +82,6 @@ def copy(text: str) -> None:
 
 
 def width() -> int:
-    """Return the columns of standard output."""
     return _console(sys.stdout).width
 
 
@@ -115,7 +113,6 @@ def paragraphs(*texts: str) -> None:
 
 
 def print_json(value: Mapping[str, Any]) -> None:
-    """Print a JSON object in one line, so that tools can read it as a stream."""
     plain(json.dumps(value, ensure_ascii=False))
 
 
@@ -155,14 +152,12 @@ def _labelled(*rows: tuple[str, str, str]) -> None:
 
 @contextlib.contextmanager
 def _above_the_bar() -> Generator[None]:
-    """Print lines above the progress that is shown."""
     bar = Bar.on_screen
     with contextlib.nullcontext() if bar is None else bar.paused():
         yield
 
 
 def confirm(text: str) -> bool:
-    """Ask for yes or no on standard error; no answer means no."""
     try:
         return typer.confirm(text, default=False, err=True)
     except typer.Abort:
@@ -257,7 +252,6 @@ class ShownAnswer:
         self._written = piece or self._written
 
     def end(self) -> None:
-        """End the last line."""
         shown = self._written or self._held
         if shown and not self._written.endswith("\n"):
             with delivered():
@@ -298,7 +292,6 @@ class Bar:
         self._progress.update(self._task, completed=done, total=total, description=description)
 
     def stop(self) -> None:
-        """Remove the bar; may be called more than once."""
         with self._lock:
             self._timer.cancel()
             self._shown = False
@@ -325,8 +318,6 @@ class Bar:
 
 
 class DownloadBar(Bar):
-    """The progress of a download, on one bar."""
-
     def __init__(self, what: str, columns: Sequence[ProgressColumn], *, shown: bool, screen: "Screen"):
         super().__init__("Asking the hub", columns, shown=shown)
         self._what, self._screen = what, screen
@@ -375,57 +366,51 @@ class Screen:
     """Progress, notices and statistics on standard error; none of them when `quiet`."""
 
     def __init__(self, *, quiet: bool = False, notes: bool = True):
-        self._quiet = quiet
-        self.takes_notes = notes and not quiet
-        self._progress = not quiet and sys.stderr.isatty()
+        self.quiet, self.takes_notes = quiet, notes and not quiet
+        self.draws = not quiet and sys.stderr.isatty()  # progress
 
     def note(self, text: str) -> None:
-        """Print a line of little importance."""
         if self.takes_notes:
             _say(text, GREY)
 
     def warning(self, text: str, command: str) -> None:
-        """Print a warning and the command that helps."""
-        if not self._quiet:
+        if not self.quiet:
             _labelled(("warning", text, "bold yellow"), ("hint", command, "bold cyan"))
 
     def notice(self, text: str) -> None:
-        if not self._quiet:
+        if not self.quiet:
             _say(text, "yellow")
 
     def statistics(self, line: str) -> None:
-        if not self._quiet:
+        if not self.quiet:
             _say(line, GREY, whole=True)
 
     def waiting(self, label: str) -> Bar:
-        """Return a spinner, for work of unknown length."""
-        return Bar(label, [SpinnerColumn()], shown=self._progress)
+        return Bar(label, [SpinnerColumn()], shown=self.draws)
 
     def loading(self, label: str) -> Bar:
-        return Bar(label, [_bar(), _Amount(_bytes)], shown=self._progress)
+        return Bar(label, [_bar(), _Amount(_bytes)], shown=self.draws)
 
     def reading(self, label: str) -> Bar:
-        return Bar(label, [_bar(), _Amount(_tokens)], shown=self._progress)
+        return Bar(label, [_bar(), _Amount(_tokens)], shown=self.draws)
 
     def converting(self, label: str) -> Bar:
-        return Bar(label, [_bar(), _Amount(_tensors)], shown=self._progress)
+        return Bar(label, [_bar(), _Amount(_tensors)], shown=self.draws)
 
     def counting(self, label: str) -> Bar:
-        return Bar(label, [_bar(), MofNCompleteColumn()], shown=self._progress)
+        return Bar(label, [_bar(), MofNCompleteColumn()], shown=self.draws)
 
     def downloading(self, what: str) -> DownloadBar:
         size = _Amount(_bytes)
         columns = [_bar(), size, TimeRemainingColumn(compact=True)]
-        return DownloadBar(what, columns, shown=self._progress, screen=self)
+        return DownloadBar(what, columns, shown=self.draws, screen=self)
 
 
 def _bar() -> BarColumn:
-    """Return a bar that gets smaller where there is little room."""
     return BarColumn(None if _console(sys.stderr).width < NARROW else 40)
 
 
 def _label(text: str) -> str:
-    """Return a name without its middle if it is long."""
     text, width = guarded(text, sys.stderr), _console(sys.stderr).width
     half = 22 if width >= NARROW else max(8, width // 2 - 16)
     return text if len(text) <= 2 * half else f"{text[: half - 1]}…{text[-half:]}"
@@ -448,7 +433,6 @@ def count(number: float) -> str:
 
 
 def sections(title: str, parts: Mapping[str, Sequence[tuple[str, str]]]) -> None:
-    """Print labelled values under headings on standard output."""
     _show(Text(guarded(title, sys.stdout), style="bold"))
     for heading, rows in parts.items():
         if rows:

@@ -41,14 +41,12 @@ class HFConfig:
         return default if value is None else value
 
     def integer(self, key: str, default: Any = _MISSING) -> int:
-        """Return a positive integer."""
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
             self._refuse(key, value, "a positive whole number")
         return value
 
     def number(self, key: str, default: Any = _MISSING) -> float:
-        """Return a positive number."""
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             self._refuse(key, value, "a positive number")

@@ -132,7 +132,8 @@ def write_model(
         if types[rule.name] is not tensor_kind:
             fallbacks.append(Fallback(rule.name, tensor_kind, types[rule.name]))
     with GGUFWriter(output, sizes.family.architecture) as writer:
-        for key, value, kind in _last_of_each([*heading(name, mix), *metadata(sizes), *entries]):
+        last = {entry[0]: entry for entry in [*heading(name, mix), *metadata(sizes), *entries]}
+        for key, value, kind in last.values():
             writer.add(key, value, kind)
         for rule in rules:
             writer.add_tensor(rule.name, rule.shape, types[rule.name])
@@ -232,10 +233,6 @@ def _sampling(generation: dict[str, Any]) -> list[Entry]:
         if whole or (isinstance(value, float) and kind is ValueType.FLOAT32):
             entries.append((f"general.sampling.{key}", value, kind))
     return entries
-
-
-def _last_of_each(entries: list[Entry]) -> Iterable[Entry]:
-    return {entry[0]: entry for entry in entries}.values()
 
 
 def _elements(shape: tuple[int, ...]) -> int:

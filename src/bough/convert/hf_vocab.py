@@ -119,7 +119,9 @@ def _tokens(path: Path, tokenizer: dict[str, Any], size: int) -> tuple[list[str]
     for added in _objects(tokenizer.get("added_tokens")):
         token, index = _check_id(path, added.get("content"), added.get("id"), size)
         tokens[index] = token
-        types[index] = CONTROL if added.get("special") or _looks_special(token) else USER_DEFINED
+        # Fill-in-the-middle tokens are not marked special in Qwen's files, but must not be printed.
+        special = added.get("special") or (token.startswith("<|") and token.endswith("|>"))
+        types[index] = CONTROL if special else USER_DEFINED
     return [f"[PAD{i}]" if token is None else token for i, token in enumerate(tokens)], types
 
 
@@ -134,11 +136,6 @@ def _check_id(path: Path, token: Any, index: Any, size: int) -> tuple[str, int]:
     raise ModelFileError(
         f"{path}: token {token!r} has id {index}, needed: 0 to {size - 1}, the embedding's rows"
     )
-
-
-def _looks_special(token: str) -> bool:
-    # fill-in-the-middle tokens are not marked special in Qwen's files, but must not be printed
-    return token.startswith("<|") and token.endswith("|>")
 
 
 def _merges(path: Path, tokenizer: dict[str, Any]) -> list[str]:

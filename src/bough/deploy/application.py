@@ -44,7 +44,6 @@ def app(arguments: dict[str, Any]) -> Application:
 
 
 def replicas(settings: Settings) -> Application:
-    """Return the replicas without an ingress."""
     least, most = settings.replicas.least, settings.replicas.most
     number: dict[str, Any] = {"num_replicas": most}
     if least < most:

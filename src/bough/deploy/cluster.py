@@ -31,7 +31,6 @@ class Cluster:
         self._name = NAME if address is None else f"{NAME}-{socket.gethostname()}-{settings.server.port}"
 
     def deploy(self) -> DeploymentHandle:
-        """Start the replicas; they may still be loading."""
         quiet = {"logging_level": logging.ERROR, "configure_logging": False}
         for name in ("ray", "ray.serve"):
             logging.getLogger(name).setLevel(logging.ERROR)
@@ -42,7 +41,6 @@ class Cluster:
                 raise UsageError(
                     f"`ray_address` is {self._address}: {str(error).splitlines()[0]}",
                     "`ray status` shows whether Ray runs there",
-                    param="ray_address",
                 ) from error
         else:
             needed = 0 if self._settings.gpu else self._settings.replicas.most * self._threads

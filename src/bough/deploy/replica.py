@@ -13,12 +13,13 @@ from ray import serve
 from bough.deploy.loopback import keep_ports_local
 from bough.deploy.routes import Hint
 from bough.deploy.settings import CONTROL, QUEUE, Settings
+from bough.engine.events import Failed
 from bough.engine.sequence import Limits
 from bough.errors import BoughError
 from bough.server.facts import model_facts
 from bough.server.metrics import Metrics
 from bough.session.loading import load_session
-from bough.session.requests import Failed, TextRequest
+from bough.session.requests import TextRequest
 from bough.session.session import Session
 from bough.session.worker import EngineWorker, IndexedEvent, State
 
@@ -44,8 +45,6 @@ class ReplicaFacts:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReport:
-    """The state of one replica."""
-
     replica: str
     pid: int
     parallel: int

@@ -74,7 +74,6 @@ class Routes:
             self._prefixes.popitem(last=False)
 
     def keep(self, replicas: Collection[str]) -> None:
-        """Forget all other replicas."""
         self._last = {name: last for name, last in self._last.items() if name in replicas}
         self._sessions = OrderedDict(item for item in self._sessions.items() if item[1] in replicas)
         for holders in self._prefixes.values():

@@ -41,8 +41,7 @@ def settings_for(path: Path, engine: EngineConfig, server: ServerConfig, replica
     """Return the settings with a device and threads for each replica."""
     if engine.device not in ("auto", "cpu", "cuda"):
         raise UsageError(
-            f"`device` is {engine.device}, needed auto, cpu or cuda: every replica has a GPU of its own",
-            param="device",
+            f"`device` is {engine.device}, needed auto, cpu or cuda: every replica has a GPU of its own"
         )
     gpu = engine.device == "cuda" or (engine.device == "auto" and _has_gpu())
     if not gpu:

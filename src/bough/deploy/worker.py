@@ -18,10 +18,12 @@ from ray.serve.handle import DeploymentHandle
 
 from bough.deploy.replica import Order, ReplicaFacts, ReplicaReport
 from bough.deploy.routes import Hint
+from bough.engine.events import Failed
 from bough.engine.stats import RequestStats
 from bough.errors import BoughError, QueueFull, Unavailable
+from bough.session.events import Finished, Progress
 from bough.session.reader import RequestReader
-from bough.session.requests import Failed, Finished, Progress, TextRequest
+from bough.session.requests import TextRequest
 from bough.session.worker import Ended, IndexedEvent, Job, RequestResult, State, stopping
 
 log = logging.getLogger(__name__)
@@ -161,7 +163,6 @@ class ReplicaWorker:
         return {**self.about.facts, "prefix_cache": together, "replicas": len(self.reports)}
 
     async def refresh(self) -> None:
-        """Ask every replica for its state."""
         if self._handle is None or self._reader is None:
             return
         reports: list[Any] = []
@@ -230,7 +231,8 @@ class ReplicaWorker:
                     raise _lost("the replica that was writing this answer ended") from error
                 if attempt == ATTEMPTS:
                     raise _lost(f"{attempt} replicas ended before this answer began") from error
-                log.warning("%s goes to another replica: %s", job.label, _first_line(error))
+                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+                log.warning("%s goes to another replica: %s", job.label, reason)
                 forwarding.restart()
                 if isinstance(error, Unavailable):
                     await asyncio.sleep(RETRY_S * attempt)
@@ -313,10 +315,6 @@ def _order(job: Job) -> Order:
 def _reports(answers: Sequence[Any]) -> list[ReplicaReport]:
     """Return the reports, without the errors of replicas that are about to end."""
     return [each for each in answers if isinstance(each, ReplicaReport)]
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _lost(what: str) -> ReplicaLost:

@@ -87,7 +87,6 @@ class ModelCard:
 
 
 def cards() -> tuple[ModelCard, ...]:
-    """Return all cards, sorted by name."""
     return _load(FOLDER)
 
 
@@ -125,7 +124,6 @@ def of_repo(repo: str) -> ModelCard | None:
 
 
 def of_draft(repo: str) -> list[ModelCard]:
-    """Return the cards whose draft a repository holds."""
     return [card for card in cards() if card.draft is not None and card.draft.repo.lower() == repo.lower()]
 
 

@@ -56,8 +56,6 @@ class Silent(FetchProgress):
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """A file on the hub and its path in the cache."""
-
     name: str
     url: str
     size: int
@@ -70,7 +68,6 @@ class _File:
 
     @property
     def present(self) -> int:
-        """Return the bytes that are already here."""
         if self.blob.exists():
             return self.size
         return self.partial.stat().st_size if self.partial.exists() else 0
@@ -212,7 +209,6 @@ def _head(url: str, length: int) -> bytes:
 
 
 def cache_folder() -> Path:
-    """Return the cache folder of the hub's client."""
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE)

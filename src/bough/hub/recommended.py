@@ -38,8 +38,6 @@ _ALIASES = {"qwen3moe": "qwen3", "qwen35moe": "qwen35"}
 
 @dataclass(frozen=True, slots=True)
 class Recommended:
-    """Values for requests that do not say."""
-
     thinking: Sampling
     plain: Sampling
     source: str  # who recommends them

@@ -91,7 +91,6 @@ def resolve_draft(name: str, *, offline: bool = False, progress: FetchProgress |
 
 
 def _repo(name: str) -> RepoName:
-    """Return the repository of a name that is neither on disk nor in the catalogue."""
     repo = parse_repo(name)
     if repo is None or meant_as_file(name):
         raise no_such_file(name, catalog.similar(name))

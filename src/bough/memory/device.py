@@ -48,7 +48,6 @@ def pick_device(name: str) -> torch.device:
 
 
 def has_driver() -> bool:
-    """Return whether an NVIDIA driver is installed."""
     return any(Path(path).exists() for path in _DRIVERS)
 
 
@@ -64,7 +63,6 @@ def unused_gpu() -> str | None:
 
 
 def cuda_torch() -> str:
-    """Return how to install what a GPU needs."""
     return CUDA_TORCH + (", then pip install triton-windows" if platform.system() == "Windows" else "")
 
 
@@ -141,7 +139,6 @@ def memory_budget(device: torch.device, limit: int | None = None) -> MemoryBudge
             raise UsageError(
                 f"`vram_limit` is for a GPU, the device is {device}",
                 "leave it out; bough show with `fit` plans for a GPU of any size",
-                param="vram_limit",
             )
         return MemoryBudget(available_memory(device), 0)
     gc.collect()  # an engine that was loaded before does not count

@@ -32,6 +32,7 @@ from bough.models.step import SIZES, largest_padded
 from bough.models.vision_spec import REMEMBERED, VisionSpec, tower_bytes, workspace_bytes
 from bough.models.weaver import WeaverHead
 from bough.models.weaver_spec import WeaverFile
+from bough.models.weights import TensorSource
 from bough.spec.mtp import BEAMS, STEPS
 from bough.spec.small_model import SMALL_BEAMS, SMALL_KV, SMALL_PIECE, SMALL_ROWS, small_states
 from bough.spec.weaver import CANDIDATES, WIDTH
@@ -87,7 +88,6 @@ class MemoryEstimate:
         return sum(self.parts.values()) - (self.parts[EMBEDDING] if host_embedding else 0)
 
     def page_bytes(self, formats: KVFormats) -> int:
-        """Return the bytes of a KV page."""
         return PAGE * kv_bytes_per_token(self.spec, formats)
 
     def pool_pages(self, tokens: int) -> int:
@@ -124,7 +124,6 @@ def compute_dtype(device_type: str) -> torch.dtype:
 
 
 def ring_dtype(device_type: str) -> torch.dtype:
-    """Return the dtype of the draft's KV ring."""
     return torch.float16 if device_type == "cuda" else torch.float32
 
 
@@ -150,23 +149,16 @@ def estimate_memory(
     `expand`: a CPU dequantises the weights at load; a GPU always stores them in tiles. `native`: the native
     library has them packed.
     """
-    on_gpu, sequences = device_type == "cuda", config.parallel or 1
-    loader = MeasuringLoader(
-        file,
-        tiles=on_gpu,
-        dtype=compute_dtype(device_type),
-        expand=expand,
-        host_experts=config.experts_host if on_gpu else 0,
-    )
+    place = _Place(device_type, context, config.parallel or 1, expand, native)
+    on_gpu, sequences = place.tiles, place.slots
+    loader = place.loader(file, host_experts=config.experts_host if on_gpu else 0)
     target = Decoder(spec, loader, _CPU)
     if config.draft is not None and config.draft.shortlist is not None:
         target.limit_drafts(config.draft.shortlist)
     parts = _packed_bytes(file, spec) if native else _weight_bytes(target)
-    rings = {"max_ctx": context, "slots": sequences, "device": META, "dtype": ring_dtype(device_type)}
-    draft = _draft_need(file, spec, config, device_type, rings=rings, expand=expand, native=native)
+    draft = _draft_need(file, spec, config, place)
     parts |= draft.parts
-    item = compute_dtype(device_type).itemsize
-    encoding = 0
+    item, encoding = place.dtype.itemsize, 0
     if config.mmproj is not None:
         with GGUFFile.open(config.mmproj) as encoder:
             shape = VisionSpec.from_gguf(encoder)
@@ -193,20 +185,9 @@ def estimate_memory(
         else encoding
         for chunk in _chunk_sizes(config, device_type)
     }
-    expanded = on_gpu or native or expand
-    routed = held_bytes(target.routed)
-    return MemoryEstimate(
-        spec,
-        parts,
-        prefill,
-        rows,
-        expanded,
-        widened,
-        native,
-        sequences=sequences,
-        routed=routed,
-        host_experts=loader.host_bytes,
-    )
+    expanded, routed = on_gpu or native or expand, held_bytes(target.routed)
+    more: dict[str, Any] = {"sequences": sequences, "routed": routed, "host_experts": loader.host_bytes}
+    return MemoryEstimate(spec, parts, prefill, rows, expanded, widened, native, **more)
 
 
 def _weight_bytes(target: Decoder) -> dict[str, int]:
@@ -245,98 +226,91 @@ class _DraftNeed:
         return _DraftNeed(parts, self.taps + other.taps, self.values + other.values, prefill)
 
 
-def _draft_need(
-    file: GGUFFile,
-    spec: ModelSpec,
-    config: EngineConfig,
-    device_type: DeviceType,
-    *,
-    rings: Mapping[str, Any],
-    expand: bool,
-    native: bool,
-) -> _DraftNeed:
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a draft is: its device, and the texts that it holds beside the target."""
+
+    device_type: DeviceType
+    max_ctx: int
+    slots: int
+    expand: bool
+    native: bool
+
+    @property
+    def tiles(self) -> bool:
+        return self.device_type == "cuda"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return compute_dtype(self.device_type)
+
+    @property
+    def rings(self) -> dict[str, Any]:
+        dtype = ring_dtype(self.device_type)
+        return {"max_ctx": self.max_ctx, "slots": self.slots, "device": META, "dtype": dtype}
+
+    def loader(self, source: TensorSource, **options: Any) -> MeasuringLoader:
+        return MeasuringLoader(source, tiles=self.tiles, dtype=self.dtype, expand=self.expand, **options)
+
+
+def _draft_need(file: GGUFFile, spec: ModelSpec, config: EngineConfig, place: _Place) -> _DraftNeed:
     need = _DraftNeed({})
     if uses_mtp(config, file, spec):
-        need += _mtp_need(file, spec, device_type, rings=rings, expand=expand)
+        need += _mtp_need(file, spec, place)
     if config.speculation is not None and config.draft is not None:
         if is_small_model(config.draft.path):
-            small = {"rings": rings, "expand": expand, "native": native}
-            return need + _small_need(file, config.draft, device_type, **small)
-        need += _block_draft_need(spec, config.draft, device_type, rings=rings, expand=expand, native=native)
+            return need + _small_need(file, config.draft, place)
+        need += _block_draft_need(spec, config.draft, place)
     return need
 
 
-def _mtp_need(
-    file: GGUFFile, spec: ModelSpec, device_type: DeviceType, *, rings: Mapping[str, Any], expand: bool
-) -> _DraftNeed:
-    tiles, dtype = device_type == "cuda", compute_dtype(device_type)
-    loader = MeasuringLoader(file, tiles=tiles, dtype=dtype, expand=expand)
-    block, buffers = MTPBlock(spec, loader, _CPU), mtp_buffers(spec, **rings)
+def _mtp_need(file: GGUFFile, spec: ModelSpec, place: _Place) -> _DraftNeed:
+    block, buffers = MTPBlock(spec, place.loader(file), _CPU), mtp_buffers(spec, **place.rings)
     values = 2 * BEAMS * spec.vocab_size
-    values += BEAMS * _attention_values(STEPS, spec.heads, spec.kv_heads, spec.head_dim) if tiles else 0
+    if place.tiles:
+        values += BEAMS * _attention_values(STEPS, spec.heads, spec.kv_heads, spec.head_dim)
     held = {"draft": held_bytes(block), "draft context": held_bytes(buffers)}
     return _DraftNeed(held, len(block.taps), values)
 
 
-def _small_need(
-    target: GGUFFile,
-    draft: DraftConfig,
-    device_type: DeviceType,
-    *,
-    rings: Mapping[str, Any],
-    expand: bool,
-    native: bool,
-) -> _DraftNeed:
+def _small_need(target: GGUFFile, draft: DraftConfig, place: _Place) -> _DraftNeed:
     """Return the need of a small model: its weights, the KV cache of one text, and its states."""
-    tiles, dtype = device_type == "cuda", compute_dtype(device_type)
     with open_small_model(draft.path, target) as (file, spec):
-        if native and native_gap(file, spec, SMALL_KV) is None:
+        if place.native and native_gap(file, spec, SMALL_KV) is None:
             weights = packed_model_bytes(file, spec)
         else:
-            loader = MeasuringLoader(file, tiles=tiles, dtype=dtype, expand=expand)
-            weights = held_bytes(Decoder(spec, loader, _CPU))
-    options = {"max_ctx": rings["max_ctx"], "texts": rings["slots"], "dtype": dtype}
-    states = small_states(spec, draft, **options, device=META if tiles else _CPU)
-    kv = 0 if tiles else states.max_ctx * kv_bytes_per_token(spec, SMALL_KV)  # of one text, as it grows
+            weights = held_bytes(Decoder(spec, place.loader(file), _CPU))
+    options = {"max_ctx": place.max_ctx, "texts": place.slots, "dtype": place.dtype}
+    states = small_states(spec, draft, **options, device=META if place.tiles else _CPU)
+    kv = 0 if place.tiles else states.max_ctx * kv_bytes_per_token(spec, SMALL_KV)  # of one text, as it grows
     state = kv + held_bytes(states.buffers) + 4 * len(states.lengths) * spec.width
-    values = 2 * SMALL_BEAMS * spec.vocab_size + _forward_values(spec, SMALL_ROWS) if tiles else 0
-    prefill = prefill_bytes(spec, SMALL_PIECE) if tiles else 0
+    values = 2 * SMALL_BEAMS * spec.vocab_size + _forward_values(spec, SMALL_ROWS) if place.tiles else 0
+    prefill = prefill_bytes(spec, SMALL_PIECE) if place.tiles else 0
     return _DraftNeed({"draft": weights, "draft context": state}, values=values, prefill=prefill)
 
 
-def _block_draft_need(
-    spec: ModelSpec,
-    draft: DraftConfig,
-    device_type: DeviceType,
-    *,
-    rings: Mapping[str, Any],
-    expand: bool,
-    native: bool,
-) -> _DraftNeed:
-    tiles, dtype = device_type == "cuda", compute_dtype(device_type)
-    quant = draft_quant(draft, device_type, native=native)
+def _block_draft_need(spec: ModelSpec, draft: DraftConfig, place: _Place) -> _DraftNeed:
+    quant = draft_quant(draft, place.device_type, native=place.native)
     with open_draft(draft.path, spec, quant=quant, causal=draft.causal) as (shape, source):
-        loader = MeasuringLoader(source, tiles=tiles, dtype=dtype, expand=expand)
-        weights = held_bytes(DFlashDraft(shape, loader, _CPU, spec.vocab_size))
-        if native and draft_gap(source, shape) is None:
+        weights = held_bytes(DFlashDraft(shape, place.loader(source), _CPU, spec.vocab_size))
+        if place.native and draft_gap(source, shape) is None:
             weights = packed_draft_bytes(source)
-    state = held_bytes(draft_buffers(shape, context=draft.context, **rings))
+    state = held_bytes(draft_buffers(shape, context=draft.context, **place.rings))
     values = 2 * shape.block_size * spec.vocab_size
     taps = len(shape.taps)
     if draft.head is not None:
-        head = WeaverFile(draft.head, quant=draft_quant(draft, device_type))
+        head = WeaverFile(draft.head, quant=draft_quant(draft, place.device_type))
         head.spec.check(spec, shape)
-        loader = MeasuringLoader(head, tiles=tiles, dtype=dtype, expand=expand)
-        weights += held_bytes(WeaverHead(head.spec, loader, _CPU))
-        state += held_bytes(NewestHidden.empty(rings["slots"], spec.width, META))
+        weights += held_bytes(WeaverHead(head.spec, place.loader(head), _CPU))
+        state += held_bytes(NewestHidden.empty(place.slots, spec.width, META))
         # Rows of the target's head for the candidates of one call's nodes, and what the head itself computes.
         values += WIDTH * (2 * CANDIDATES * spec.width + 8 * shape.depth * head.spec.width)
         taps += 1
     held = {"draft": weights, "draft context": state}
     if (refine := shape.refine) is not None:
         rows = shape.depth * (refine.candidates + 1)
-        values += rows * (2 * refine.inner + 6 * shape.width) + (EXPANDED_WEIGHTS // 2 if tiles else 0)
-    if tiles:
+        values += rows * (2 * refine.inner + 6 * shape.width) + (EXPANDED_WEIGHTS // 2 if place.tiles else 0)
+    if place.tiles:
         values += _attention_values(shape.block_size, shape.heads, shape.kv_heads, shape.head_dim)
     return _DraftNeed(held, taps, values)
 
@@ -401,7 +375,6 @@ def _attention_values(rows: int, heads: int, kv_heads: int, dim: int) -> int:
 
 
 def chunk_size(device_type: str) -> int:
-    """Return the preferred prefill chunk, in tokens."""
     return GPU_CHUNK if device_type == "cuda" else CPU_CHUNK
 
 

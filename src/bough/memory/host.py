@@ -21,7 +21,6 @@ class _MemoryStatus(ctypes.Structure):
 
 
 def physical_memory() -> int:
-    """Return the bytes of memory in this machine."""
     if hasattr(os, "sysconf"):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return _windows().total or _UNKNOWN

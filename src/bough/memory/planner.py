@@ -131,7 +131,6 @@ class MemoryPlan:
         return kv_bytes_per_token(self.estimate.spec, self.kv)
 
     def notes(self) -> list[str]:
-        """Return warnings for the user."""
         notes = []
         if widened := self.estimate.widened:
             held = [f"{name} (held as {tile_type(QuantType[name]).name})" for name in widened]
@@ -193,11 +192,10 @@ class MemoryPlanner:
     ) -> "MemoryPlanner":
         if config.max_ctx is not None and not 1 <= config.max_ctx <= spec.context_length:
             raise UsageError(
-                f"`max_ctx` is {config.max_ctx}, {spec.name} takes 1 to {spec.context_length} tokens",
-                param="max_ctx",
+                f"`max_ctx` is {config.max_ctx}, {spec.name} takes 1 to {spec.context_length} tokens"
             )
         if config.parallel is not None and not 1 <= config.parallel <= MAX_ROWS:
-            raise UsageError(f"`parallel` is {config.parallel}, needed 1 to {MAX_ROWS}", param="parallel")
+            raise UsageError(f"`parallel` is {config.parallel}, needed 1 to {MAX_ROWS}")
         device_type: DeviceType = "cuda" if device.type == "cuda" else "cpu"
         _check_experts(spec, config, device_type)
         context = config.max_ctx or min(spec.context_length, DEFAULT_CTX[device_type])
@@ -216,7 +214,6 @@ class MemoryPlanner:
 
     @property
     def context(self) -> int:
-        """Return the requested context, or the default."""
         return self.config.max_ctx or min(self.spec.context_length, DEFAULT_CTX[self.device.type])
 
     def plan(self) -> MemoryPlan:
@@ -294,14 +291,12 @@ class MemoryPlanner:
         ]
 
     def _total(self, formats: KVFormats, context: int, options: _LoadOptions) -> int:
-        """Return the bytes in use."""
         libraries = CUDA_LIBRARIES if self._on_gpu else 0
         model = self.estimate.without_kv(host_embedding=options.host_embedding)
         workspace = self.estimate.prefill[options.chunk]
         return self.budget.in_use + libraries + model + workspace + self.estimate.kv_bytes(formats, context)
 
     def _limit(self, formats: KVFormats) -> int:
-        """Return the bytes that may be in use with these formats."""
         choosing = len(self.candidates) > 1 and not any(format.quantised for format in formats)
         limit = self.budget.limit
         return int((1 - _SPARE) * limit) if choosing or not self._on_gpu else limit
@@ -417,11 +412,9 @@ def _check_experts(spec: ModelSpec, config: EngineConfig, device_type: DeviceTyp
     count, most = config.experts_host, len(spec.layers) if spec.experts is not None else 0
     if not 0 <= count <= most:
         which = f"0 to {most}" if most else f"0: {spec.name} has no routed experts"
-        raise UsageError(f"`experts_host` is {count}, needed {which}", param="experts_host")
+        raise UsageError(f"`experts_host` is {count}, needed {which}")
     if count and device_type == "cpu":
-        raise UsageError(
-            f"`experts_host` is {count}, but on a CPU all weights are in host memory", param="experts_host"
-        )
+        raise UsageError(f"`experts_host` is {count}, but on a CPU all weights are in host memory")
 
 
 def _check_host(estimate: MemoryEstimate, config: EngineConfig) -> None:
@@ -445,9 +438,7 @@ def _native_gap(file: GGUFFile, spec: ModelSpec, config: EngineConfig, kv: KVFor
     window = None if config.window is not None and config.window >= context else config.window
     gap = native_gap(file, spec, kv, window)
     if gap is not None and config.cpu_backend == "native":
-        raise UsageError(
-            f"`cpu_backend` is native, but {gap}", "use `cpu_backend` auto or torch", param="cpu_backend"
-        )
+        raise UsageError(f"`cpu_backend` is native, but {gap}", "use `cpu_backend` auto or torch")
     return gap
 
 

@@ -2,25 +2,24 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from bough.errors import UsageError
 from bough.server import options, outputs
-from bough.server.failures import Failure
+from bough.server.failures import Failure, unfit
 from bough.server.options import Thinking
 from bough.server.schemas import MessagesBody, Object
 from bough.server.service import Service, Writer
 from bough.server.sse import comment, event
-from bough.session.collected import GeneratedOutput, OutputBlock
-from bough.session.requests import Finished, Progress, SessionEvent, TextRequest
+from bough.session.collected import OutputBlock
+from bough.session.events import Finished, Progress, SessionEvent
+from bough.session.requests import TextRequest
 from bough.session.worker import Job
 
 
 def to_request(body: MessagesBody, service: Service) -> TextRequest:
     options.reject_constraints(body.extras, "output_config.format")
-    fields = body.__dict__
-    thinking = _thinking(body).otherwise(service.thinking)
     tools = tool_list(body.tools)
     choice = body.tool_choice or {}
     form, where = body.output_format, "output_format"
@@ -32,14 +31,14 @@ def to_request(body: MessagesBody, service: Service) -> TextRequest:
         tools=tools or None,
         tool_choice=options.tool_choice(_choice(choice), tools),
         parallel_tool_calls=not choice.get("disable_parallel_tool_use", False),
-        max_tokens=options.token_limit(fields, "max_tokens"),
-        sampling=options.sampling(service.defaults(thinking.on), fields),
-        stop=options.stops(body.stop_sequences),
-        **thinking.fields(body.bough),
-        grammar=options.format_grammar(form, where),
+        **options.fields_of(
+            body,
+            service,
+            "max_tokens",
+            thinking=_thinking(body).otherwise(service.thinking),
+            grammar=options.format_grammar(form, where),
+        ),
         continue_final=options.continues(messages),
-        draft_budget=body.bough.budget if body.bough else None,
-        compress=options.compression(fields),
     )
 
 
@@ -47,9 +46,7 @@ def _thinking(body: MessagesBody) -> Thinking:
     thinking = body.thinking or {}
     budget = thinking.get("budget_tokens")
     if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool) or budget < 0):
-        raise UsageError(
-            f"thinking.budget_tokens is {budget!r}; needs a number of tokens", param="thinking.budget_tokens"
-        )
+        raise unfit("thinking.budget_tokens", budget, "a number of tokens")
     effort = options.effort((body.output_config or {}).get("effort"), "output_config.effort")
     match thinking.get("type"):
         case "enabled":
@@ -59,40 +56,25 @@ def _thinking(body: MessagesBody) -> Thinking:
         case "adaptive" | None:
             # The template's default decides whether there is any; the effort only how much.
             return Thinking(None, effort=effort.effort)
-    raise UsageError(
-        f"thinking.type is {thinking.get('type')!r}; needs enabled, disabled or adaptive",
-        param="thinking.type",
-    )
+    raise unfit("thinking.type", thinking.get("type"), "enabled, disabled or adaptive")
 
 
 def tool_list(tools: list[Object] | None) -> list[dict[str, Any]]:
     """Return the client's own tools, without the types that a provider would run itself."""
     return [
-        options.function_tool(
-            tool.get("name"),
-            tool.get("description"),
-            tool.get("input_schema"),
-            tool.get("strict"),
-            field=f"tools[{index}]",
-        )
+        options.function_tool(tool, tool.get("input_schema"), f"tools[{index}]")
         for index, tool in enumerate(tools or ())
         if tool.get("type", "custom") == "custom" or "input_schema" in tool
     ]
 
 
 def _choice(choice: Mapping[str, Any]) -> Any:
-    match choice.get("type"):
-        case None | "auto":
-            return "auto"
-        case "none":
-            return "none"
-        case "any":
-            return "required"
-        case "tool":
-            return options.chosen_name(choice.get("name"), "tool_choice.name")
-    raise UsageError(
-        f"tool_choice.type is {choice.get('type')!r}; needs auto, any, tool or none", param="tool_choice.type"
-    )
+    kind = choice.get("type")
+    if kind == "tool":
+        return options.chosen_name(choice.get("name"), "tool_choice.name")
+    if kind not in (None, "auto", "none", "any"):
+        raise unfit("tool_choice.type", kind, "auto, any, tool or none")
+    return {None: "auto", "any": "required"}.get(kind, kind)
 
 
 def to_messages(body: MessagesBody) -> list[Object]:
@@ -121,9 +103,8 @@ def _split(message: Mapping[str, Any], where: str) -> list[Object]:
                 function = {"name": block.get("name"), "arguments": block.get("input") or {}}
                 calls.append({"id": block.get("id"), "function": function})
             case "tool_result":
-                results.append(
-                    {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": _result(block, at)}
-                )
+                called = {"role": "tool", "tool_call_id": block.get("tool_use_id")}
+                results.append(called | {"content": _result(block, at)})
             case "thinking" if isinstance(block.get("thinking"), str):
                 thoughts.append(block["thinking"])
             case "thinking" | "redacted_thinking":
@@ -169,11 +150,7 @@ def _parts(content: Any) -> list[Any]:
 
 
 @dataclass(slots=True)
-class MessagesWriter(Writer):
-    service: Service
-    body: MessagesBody
-    id: str
-    output: GeneratedOutput = field(default_factory=GeneratedOutput)
+class MessagesWriter(Writer[MessagesBody]):
     _started: bool = False
     _open: int | None = None  # index of the block being written
 
@@ -248,7 +225,7 @@ class MessagesWriter(Writer):
             "id": self.id,
             "type": "message",
             "role": "assistant",
-            "model": self.body.model or self.service.model_name,
+            "model": self.model,
             "content": content,
             "stop_reason": reason,
             "stop_sequence": stop,

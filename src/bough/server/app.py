@@ -45,6 +45,7 @@ from bough.server.schemas import (
     TemplateBody,
     TokenizeBody,
 )
+from bough.server.service import Service, Writer
 from bough.server.sse import ClientGone
 from bough.session.requests import TextRequest
 from bough.session.worker import State
@@ -120,52 +121,56 @@ def _get(
     return add
 
 
+Read = Callable[[Any, Service], TextRequest | list[TextRequest]]
+
+
+async def _answer(
+    models: Models, request: Request, body: Any, read: Read, writer: type[Writer], prefix: str = ""
+) -> Response:
+    """Run what `read` makes of the body and answer as `writer` writes; prefix: of the answer's id."""
+    async with models.use(request, body.model) as service:
+        requests = read(body, service)
+        requests = requests if isinstance(requests, list) else [requests]
+        output = writer(service, body, _new_id(prefix))
+        stream = "stream" in type(body).model_fields and body.stream  # a field beyond the protocol is ignored
+        return await service.respond(request, requests, output, stream=stream)
+
+
 def _generation(app: FastAPI, models: Models) -> None:
     @_post(app, "/v1/chat/completions", "OpenAI")
     async def chat_completions(body: ChatBody, request: Request) -> Response:
-        async with models.use(request, body.model) as service:
-            writer = chat.ChatWriter(service, body, _new_id("chatcmpl"))
-            requests = chat.to_requests(body, service)
-            return await service.respond(request, requests, writer, stream=body.stream)
+        return await _answer(models, request, body, chat.to_requests, chat.ChatWriter, "chatcmpl")
 
     @_post(app, "/v1/completions", "OpenAI")
     async def text_completions(body: CompletionBody, request: Request) -> Response:
+        read, write = completions.to_requests, completions.CompletionWriter
+        if not completions.only_echo(body):
+            return await _answer(models, request, body, read, write, "cmpl")
         async with models.use(request, body.model) as service:
-            writer = completions.CompletionWriter(service, body, _new_id("cmpl"))
-            requests = completions.to_requests(body, service)
-            if completions.only_echo(body):
-                stream = await asyncio.to_thread(writer.echoed, requests)
-                return Response(stream, media_type=EVENTS) if body.stream else JSONResponse(writer.result())
-            return await service.respond(request, requests, writer, stream=body.stream)
+            writer = write(service, body, _new_id("cmpl"))
+            stream = await asyncio.to_thread(writer.echoed, read(body, service))
+            return Response(stream, media_type=EVENTS) if body.stream else JSONResponse(writer.result())
 
     @_post(app, "/v1/fim/completions", "Mistral")
     async def fim_completions(body: CompletionBody, request: Request) -> Response:
         """Fill the gap before `suffix`; the response is that of a chat."""
-        async with models.use(request, body.model) as service:
-            shown = ChatBody(model=body.model, messages=[{"role": "user", "content": ""}])
-            writer = chat.ChatWriter(service, shown, _new_id("fim"))
-            requests = completions.to_requests(body, service)
-            return await service.respond(request, requests, writer, stream=body.stream)
+        shown = ChatBody(model=body.model, messages=[{"role": "user", "content": ""}], stream=body.stream)
+        read: Read = lambda _, service: completions.to_requests(body, service)  # noqa: E731
+        return await _answer(models, request, shown, read, chat.ChatWriter, "fim")
 
     @_post(app, "/v1/responses", "OpenAI")
     async def create_response(body: ResponsesBody, request: Request) -> Response:
-        async with models.use(request, body.model) as service:
-            writer = responses.ResponsesWriter(service, body, _new_id("resp"))
-            requests = [responses.to_request(body, service)]
-            return await service.respond(request, requests, writer, stream=body.stream)
+        return await _answer(models, request, body, responses.to_request, responses.ResponsesWriter, "resp")
+
+    @_post(app, "/v1/messages", "Anthropic")
+    async def create_message(body: MessagesBody, request: Request) -> Response:
+        return await _answer(models, request, body, anthropic.to_request, anthropic.MessagesWriter, "msg")
 
     @_post(app, "/v1/responses/input_tokens", "OpenAI")
     async def input_tokens(body: ResponsesBody, request: Request) -> dict[str, Any]:
         async with models.use(request, body.model) as service:
             ids = await service.encode(request, responses.to_request(body, service))
             return {"object": "response.input_tokens", "input_tokens": len(ids)}
-
-    @_post(app, "/v1/messages", "Anthropic")
-    async def create_message(body: MessagesBody, request: Request) -> Response:
-        async with models.use(request, body.model) as service:
-            writer = anthropic.MessagesWriter(service, body, _new_id("msg"))
-            requests = [anthropic.to_request(body, service)]
-            return await service.respond(request, requests, writer, stream=body.stream)
 
     @_post(app, "/v1/messages/count_tokens", "Anthropic")
     async def count_tokens(body: MessagesBody, request: Request) -> dict[str, Any]:
@@ -178,33 +183,23 @@ def _llama(app: FastAPI, models: Models) -> None:
     @_post(app, "/infill", "llama.cpp")
     async def infill(body: InfillBody, request: Request) -> Response:
         """Fill the gap between two texts."""
+        if body.n_predict != 0:
+            return await _answer(models, request, body, llama.infill_request, llama.LlamaWriter)
         async with models.use(request, body.model) as service:
             gap = llama.infill_request(body, service)
-            writer = llama.LlamaWriter(service, body)
-            if body.n_predict == 0:
-                ids = await service.encode(request, gap)
-                if service.session.caches_prefixes:
-                    await service.prefill(request, gap, llama.WARM_S)
-                return JSONResponse(writer.read(len(ids)))
-            return await service.respond(request, [gap], writer, stream=body.stream)
+            ids = await service.encode(request, gap)
+            if service.session.caches_prefixes:
+                await service.prefill(request, gap, llama.WARM_S)
+            return JSONResponse(llama.LlamaWriter(service, body).read(len(ids)))
 
     @_post(app, "/completion", "llama.cpp")
     async def native_completion(body: LlamaCompletionBody, request: Request) -> Response:
-        async with models.use(request, body.model) as service:
-            requests = [llama.completion_request(body, service)]
-            return await service.respond(
-                request, requests, llama.LlamaWriter(service, body), stream=body.stream
-            )
+        return await _answer(models, request, body, llama.completion_request, llama.LlamaWriter)
 
 
 def _vectors(app: FastAPI, models: Models) -> None:
-    async def run(
-        request: Request,
-        body: EmbeddingBody | OllamaEmbedBody | OllamaEmbeddingsBody | RerankBody,
-        requests: list[TextRequest],
-    ) -> Response:
-        async with models.use(request, body.model) as service:
-            return await service.respond(request, requests, vectors.VectorWriter(service, body), stream=False)
+    async def run(request: Request, body: vectors.VectorBody, requests: list[TextRequest]) -> Response:
+        return await _answer(models, request, body, lambda *_: requests, vectors.VectorWriter)
 
     @_post(app, "/v1/embeddings", "OpenAI")
     async def embeddings(body: EmbeddingBody, request: Request) -> Response:
@@ -248,27 +243,17 @@ def _ollama(app: FastAPI, models: Models) -> None:
 
     @_post(app, "/api/chat", "Ollama")
     async def ollama_chat(body: OllamaChatBody, request: Request) -> Response:
+        if body.messages:
+            return await _answer(models, request, body, ollama.chat_request, ollama.OllamaWriter)
         async with models.use(request, body.model) as service:
-            model = body.model or service.model_name
-            if not body.messages:
-                return JSONResponse(ollama.loaded(model, chat=True))
-            writer = ollama.OllamaWriter(service, model, chat=True)
-            requests = [ollama.chat_request(body, service)]
-            return await service.respond(
-                request, requests, writer, stream=body.stream, media_type=ollama.LINES
-            )
+            return JSONResponse(ollama.OllamaWriter(service, body).loaded())
 
     @_post(app, "/api/generate", "Ollama")
     async def ollama_generate(body: OllamaGenerateBody, request: Request) -> Response:
+        if body.prompt or body.suffix or body.images:
+            return await _answer(models, request, body, ollama.generate_request, ollama.OllamaWriter)
         async with models.use(request, body.model) as service:
-            model = body.model or service.model_name
-            if not body.prompt and not body.suffix and not body.images:
-                return JSONResponse(ollama.loaded(model))
-            writer = ollama.OllamaWriter(service, model, chat=False)
-            requests = [ollama.generate_request(body, service)]
-            return await service.respond(
-                request, requests, writer, stream=body.stream, media_type=ollama.LINES
-            )
+            return JSONResponse(ollama.OllamaWriter(service, body).loaded())
 
     @_post(app, "/api/show", "Ollama")
     async def ollama_show(body: OllamaShowBody) -> dict[str, Any]:
@@ -361,13 +346,8 @@ def _about(app: FastAPI, models: Models, metrics: Metrics) -> None:
         """List the models that requests may name, loaded or not."""
         names = [each.name for each in models.served]
         data = [model(name, models.resident(name)) for name in names]
-        return {
-            "object": "list",
-            "data": data,
-            "has_more": False,
-            "first_id": names[0],
-            "last_id": names[-1],
-        }
+        ends = {"first_id": names[0], "last_id": names[-1]}
+        return {"object": "list", "data": data, "has_more": False, **ends}
 
     @_get(app, "/v1/models/{id:path}", "OpenAI", "Anthropic")
     async def get_model(id: str) -> dict[str, Any]:

@@ -4,40 +4,33 @@ import itertools
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, TypeVar
 
+from bough.engine.sampler import TokenLogprob
 from bough.engine.stats import RequestStats
 from bough.errors import UsageError
 from bough.server import options, outputs
-from bough.server.failures import Failure
+from bough.server.failures import Failure, unfit
 from bough.server.schemas import ChatBody, Object, SamplingBody, TemplateBody
-from bough.server.service import Service
-from bough.server.sse import DONE, comment, event
+from bough.server.service import Service, Writer
+from bough.server.sse import DONE, event
 from bough.session.collected import GeneratedOutput
-from bough.session.requests import (
+from bough.session.events import (
     Finished,
     Progress,
     Reasoning,
     SessionEvent,
     Text,
-    TextRequest,
-    TokenLogprob,
     ToolArguments,
     ToolCall,
     TreeStep,
 )
-from bough.session.worker import Job
+from bough.session.requests import TextRequest
 
 MAX_TEMPLATE_VALUES = 10_000  # some 25 us each
 # Template variables that other fields of the request set.
 _RESERVED = (
-    "messages",
-    "tools",
-    "add_generation_prompt",
-    "thinking",
-    "effort",
-    "boundaries",
-    "continue_final",
+    *("messages", "tools", "add_generation_prompt", "thinking", "effort", "boundaries", "continue_final"),
 )
 
 B = TypeVar("B", bound=SamplingBody)
@@ -53,11 +46,17 @@ def to_requests(body: ChatBody, service: Service) -> list[TextRequest]:
     template_options.pop("enable_thinking", None)
     check_template_options(template_options)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    grammar = options.answer_grammar(fields)
     choice = options.tool_choice(_choice(body.tool_choice), tools)
-    constrained = grammar is not None or choice not in ("auto", "none")
-    ends = options.ends(fields, service.session.tokenizer.vocab_size, constrained=constrained)
     request = TextRequest(
+        **options.fields_of(
+            body,
+            service,
+            *("max_completion_tokens", "max_tokens", "n_predict"),
+            thinking=thinking,
+            grammar=options.answer_grammar(fields),
+            must_call=choice not in ("auto", "none"),
+            logprobs=logprobs,
+        ),
         messages=body.messages,
         tools=tools or None,
         tool_choice=choice,
@@ -65,24 +64,14 @@ def to_requests(body: ChatBody, service: Service) -> list[TextRequest]:
             _allowed(body.tool_choice).get("tools"), tools, "tool_choice.allowed_tools.tools"
         ),
         parallel_tool_calls=body.parallel_tool_calls is not False,
-        max_tokens=options.token_limit(fields, "max_completion_tokens", "max_tokens", "n_predict"),
-        sampling=options.sampling(service.defaults(thinking.on), fields, logprobs=logprobs),
-        stop=options.stops(body.stop),
-        stop_token_ids=ends.stop_token_ids,
-        ignore_eos=ends.ignore_eos,
-        **thinking.fields(body.bough),
-        grammar=grammar,
         continue_final=continues(body),
         template_options=template_options,
-        draft_budget=body.bough.budget if body.bough else None,
-        compress=options.compression(fields),
         trees=bool(body.stream and body.bough and body.bough.trees),
     )
     return [replace(request, sampling=each) for each in options.choice_params(request.sampling, body.n or 1)]
 
 
 def continues(body: ChatBody | TemplateBody) -> bool:
-    """Return whether the answer continues the last message."""
     if isinstance(body, TemplateBody) and not body.add_generation_prompt:
         return bool(body.continue_final_message)
     return options.continues(body.messages, body.continue_final_message)
@@ -94,18 +83,14 @@ def check_template_options(options: Mapping[str, Any]) -> None:
         if not pending:
             break
         if count > MAX_TEMPLATE_VALUES:
-            raise UsageError(
-                f"chat_template_kwargs has more than {MAX_TEMPLATE_VALUES} values",
-                param="chat_template_kwargs",
-            )
+            text = f"chat_template_kwargs has more than {MAX_TEMPLATE_VALUES} values"
+            raise UsageError(text, param="chat_template_kwargs")
         value = pending.pop()
         pending += value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
     for name in _RESERVED:
         if name in options:
-            raise UsageError(
-                f"chat_template_kwargs has {name!r}; the request sets it elsewhere",
-                param="chat_template_kwargs",
-            )
+            text = f"chat_template_kwargs has {name!r}; the request sets it elsewhere"
+            raise UsageError(text, param="chat_template_kwargs")
 
 
 def _reject_unsupported(body: ChatBody) -> None:
@@ -115,9 +100,8 @@ def _reject_unsupported(body: ChatBody) -> None:
         raise UsageError(f"{field} is set; the model reads text and images, and writes text", param=field)
     for field in ("functions", "function_call"):
         if getattr(body, field) is not None:
-            raise UsageError(
-                f"{field} is no longer part of the protocol; use tools and tool_choice", param=field
-            )
+            text = f"{field} is no longer part of the protocol; use tools and tool_choice"
+            raise UsageError(text, param=field)
 
 
 def tool_list(tools: list[Object] | None, field: str) -> list[dict[str, Any]]:
@@ -129,18 +113,8 @@ def tool_list(tools: list[Object] | None, field: str) -> list[dict[str, Any]]:
             continue
         function = tool.get("function")
         if not isinstance(function, Mapping):
-            raise UsageError(
-                f"{where}.function is {function!r}; needs an object with a name", param=f"{where}.function"
-            )
-        entries.append(
-            options.function_tool(
-                function.get("name"),
-                function.get("description"),
-                function.get("parameters"),
-                function.get("strict"),
-                field=f"{where}.function",
-            )
-        )
+            raise unfit(f"{where}.function", function, "an object with a name")
+        entries.append(options.function_tool(function, function.get("parameters"), f"{where}.function"))
     return entries
 
 
@@ -152,25 +126,18 @@ def _choice(choice: str | Object | None) -> Any:
         return options.chosen_name(function.get("name"), "tool_choice.function.name")
     if choice.get("type") == "allowed_tools":
         return _allowed(choice).get("mode", "auto")
-    raise UsageError(
-        f"tool_choice.type is {choice.get('type')!r}; needs function, with the tool's name, or allowed_tools",
-        param="tool_choice.type",
-    )
+    raise unfit("tool_choice.type", choice.get("type"), "function, with the tool's name, or allowed_tools")
 
 
 def _allowed(choice: str | Object | None) -> Mapping[str, Any]:
-    """Return the mode and the tools of an `allowed_tools` choice."""
     inner = choice.get("allowed_tools") if isinstance(choice, Mapping) else None
     return inner if isinstance(inner, Mapping) else {}
 
 
 @dataclass(slots=True)
-class ChoicesWriter(Generic[B]):
+class ChoicesWriter(Writer[B]):
     """What OpenAI's chat and text completions have in common: several choices, in chunks or in one object."""
 
-    service: Service
-    body: B
-    id: str
     created: int = field(default_factory=lambda: int(time.time()))
     outputs: dict[int, GeneratedOutput] = field(default_factory=dict)
 
@@ -195,7 +162,7 @@ class ChoicesWriter(Generic[B]):
             "id": self.id,
             "object": kind,
             "created": self.created,
-            "model": self.body.model or self.service.model_name,
+            "model": self.model,
             "system_fingerprint": self.service.fingerprint,
         }
 
@@ -216,9 +183,6 @@ class ChoicesWriter(Generic[B]):
             return DONE
         usage = usage_of(self.stats, self.body.n or 1)
         return event(self._head(self.chunk_kind) | {"choices": [], "usage": usage}) + DONE
-
-    def keep_alive(self, job: Job) -> bytes:
-        return comment(job)
 
     def failure(self, failure: Failure) -> bytes:
         return event(failure.openai()) + DONE
@@ -284,11 +248,7 @@ class ChatWriter(ChoicesWriter[ChatBody]):
             message["reasoning_content"] = output.reasoning
         if output.calls:
             message["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": call.text},
-                }
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.text}}
                 for call in output.calls
             ]
         return {"message": message, "logprobs": self._logprobs(output.logprobs)}

@@ -32,7 +32,6 @@ class Checks:
         *args: P.args,
         **options: P.kwargs,
     ) -> T:
-        """Return the result of a check in a thread of its kind."""
         if self.count >= MAX_CHECKED:
             raise QueueFull(
                 f"{self.count} requests are being checked, at most {MAX_CHECKED} can", "try again later"

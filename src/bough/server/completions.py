@@ -1,24 +1,20 @@
 """OpenAI text completions: request bodies in, one object or a stream of chunks out."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from bough.engine.sampler import TokenLogprob
 from bough.engine.stats import RequestStats
 from bough.errors import UsageError
 from bough.server import options, outputs
 from bough.server.chat import ChoicesWriter
+from bough.server.failures import unfit
 from bough.server.schemas import CompletionBody, Object
 from bough.server.service import Service
 from bough.session.collected import GeneratedOutput
-from bough.session.requests import (
-    Finished,
-    Infill,
-    Reasoning,
-    SessionEvent,
-    Text,
-    TextRequest,
-    TokenLogprob,
-)
+from bough.session.events import Finished, Reasoning, SessionEvent, Text
+from bough.session.requests import TextRequest
+from bough.text.infill import Infill
 
 MAX_CHOICES = 128
 
@@ -29,38 +25,28 @@ def to_requests(body: CompletionBody, service: Service) -> list[TextRequest]:
     options.reject_unsupported(body.extras)
     gap = Infill(body.suffix) if body.suffix else None
     if body.best_of is not None and body.best_of != count:
-        raise UsageError(f"best_of is {body.best_of}; needs the value of n, {count}", param="best_of")
+        raise unfit("best_of", body.best_of, f"the value of n, {count}")
     if body.echo and body.logprobs is not None:
         raise UsageError("echo is set together with logprobs; the prompt has no logprobs", param="echo")
     prompts = _prompts(body)
     if len(prompts) * count > MAX_CHOICES:
-        raise UsageError(
-            f"n is {count} for {len(prompts)} prompts; needs at most {MAX_CHOICES} choices", param="n"
-        )
-    fields = body.__dict__
-    params = options.sampling(service.defaults(None, raw=True), fields, logprobs=body.logprobs)
-    grammar = options.answer_grammar(fields)
-    ends = options.ends(fields, service.session.tokenizer.vocab_size, constrained=grammar is not None)
-    return [
-        TextRequest(
-            prompt=prompt,
-            infill=gap,
-            max_tokens=0 if only_echo(body) else options.token_limit(fields, "max_tokens", "n_predict"),
-            sampling=each,
-            stop=options.stops(body.stop),
-            stop_token_ids=ends.stop_token_ids,
-            ignore_eos=ends.ignore_eos,
-            grammar=grammar,
-            draft_budget=body.bough.budget if body.bough else None,
-            compress=options.compression(fields),
-        )
-        for prompt in prompts
-        for each in options.choice_params(params, count)
-    ]
+        text = f"n is {count} for {len(prompts)} prompts; needs at most {MAX_CHOICES} choices"
+        raise UsageError(text, param="n")
+    echo = only_echo(body)
+    shared = options.fields_of(
+        body,
+        service,
+        *(() if echo else ("max_tokens", "n_predict")),
+        grammar=options.answer_grammar(body.__dict__),
+        logprobs=body.logprobs,
+    )
+    shared |= {"max_tokens": 0} if echo else {}
+    request = TextRequest(infill=gap, **shared)
+    choices = options.choice_params(request.sampling, count)
+    return [replace(request, prompt=prompt, sampling=each) for prompt in prompts for each in choices]
 
 
 def only_echo(body: CompletionBody) -> bool:
-    """Return whether the response is the prompt alone."""
     return bool(body.echo) and body.max_tokens == 0
 
 
@@ -122,16 +108,12 @@ class CompletionWriter(ChoicesWriter[CompletionBody]):
         offset = self.offsets.get(index, 0)
         columns: Object = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for entry in logprobs:
-            text = token_bytes(entry.token).decode(errors="replace")
-            columns["tokens"].append(text)
-            columns["token_logprobs"].append(max(entry.logprob, outputs.LEAST_LOGPROB))
-            columns["top_logprobs"].append(
-                {
-                    token_bytes(id).decode(errors="replace"): max(value, outputs.LEAST_LOGPROB)
-                    for id, value in entry.top
-                }
-            )
-            columns["text_offset"].append(offset)
+            [(text, logprob), *top] = [
+                (token_bytes(id).decode(errors="replace"), max(value, outputs.LEAST_LOGPROB))
+                for id, value in [(entry.token, entry.logprob), *entry.top]
+            ]
+            for name, value in zip(columns, (text, logprob, dict(top), offset), strict=True):
+                columns[name].append(value)
             offset += len(text)
         self.offsets[index] = offset
         return columns

@@ -187,7 +187,7 @@ class _Protocol(H11Protocol):
         super().handle_events()
         if self.cycle is not before:
             # The request's task has not begun yet.
-            self.cycle.scope["state"][TRUST] = self._trust
+            self.cycle.scope["state"][TRUST] = lambda: self.registry.trust(self)
         if self.cycle is not None and not self.cycle.response_complete:
             self.registry.runs(self)
 
@@ -195,9 +195,6 @@ class _Protocol(H11Protocol):
     def is_ahead(self) -> bool:
         """Return whether the client has sent further requests without waiting for an answer."""
         return bool(self.conn.trailing_data[0])
-
-    def _trust(self) -> None:
-        self.registry.trust(self)
 
     def pause_writing(self) -> None:
         self.registry.sticks(self)

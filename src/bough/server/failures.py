@@ -67,13 +67,17 @@ class Failure:
         }
 
 
+def unfit(field: str, value: object, needs: str) -> UsageError:
+    """Return the error of a field of a request."""
+    return UsageError(f"{field} is {value!r}; needs {needs}", param=field)
+
+
 def without_backquotes(text: str) -> str:
     """Return an error's text with the names of settings as plain words."""
     return _SETTING.sub(r"\1", text)
 
 
 def failure_of(error: Exception) -> Failure:
-    """Return the HTTP error that reports `error`."""
     if not isinstance(error, BoughError):
         # The text may quote other people's prompts, so only the log shows it.
         return Failure(500, f"the engine failed with {type(error).__name__}; the server's log says where")

@@ -80,7 +80,8 @@ class Guard:
         if not keys:
             return Failure(401, "a key is needed: Authorization: Bearer KEY", code="invalid_api_key")
         # A list, so that the time does not tell which pair was equal.
-        if not any([_equal(key, right) for key in keys for right in self._config.api_keys]):
+        pairs = [(key.encode(), right.encode()) for key in keys for right in self._config.api_keys]
+        if not any([hmac.compare_digest(*pair) for pair in pairs]):
             return Failure(401, "the key is wrong", code="invalid_api_key")
         scope.get("state", {}).get(TRUST, lambda: None)()
         return None
@@ -152,10 +153,6 @@ def _keys(headers: Headers) -> list[str]:
         with contextlib.suppress(binascii.Error, ValueError):
             keys.append(base64.b64decode(value, validate=True).decode().partition(":")[2])
     return keys
-
-
-def _equal(key: str, right: str) -> bool:
-    return hmac.compare_digest(key.encode(), right.encode())
 
 
 def _ask_for_password(scope: Scope, headers: Headers, failure: Failure) -> dict[str, str]:

@@ -19,7 +19,6 @@ _PORTS = {"http": 80, "https": 443}
 
 
 async def addresses(host: str, port: int) -> list[str]:
-    """Return what a name resolves to."""
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return [str(entry[4][0]) for entry in found]
 

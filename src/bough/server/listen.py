@@ -21,7 +21,6 @@ def check(config: ServerConfig) -> None:
         raise UsageError(
             f"`host` is {config.host}, which other machines can reach, and there is no key",
             "set `api_key_file` to a file with one long random line, or `host` to 127.0.0.1",
-            param="host",
         )
     for key in config.api_keys:
         if not key.isascii() or not key.isprintable() or " " in key:

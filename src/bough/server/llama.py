@@ -1,7 +1,7 @@
 """llama.cpp's own protocol, which editors speak: /infill and /completion."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from bough.engine.sampler import SamplingParams
@@ -11,8 +11,9 @@ from bough.server import options, outputs
 from bough.server.schemas import InfillBody, LlamaBody, LlamaCompletionBody, Object
 from bough.server.service import Service, Writer
 from bough.server.sse import event
-from bough.session.collected import GeneratedOutput
-from bough.session.requests import Finished, Infill, SessionEvent, Text, TextRequest
+from bough.session.events import Finished, SessionEvent, Text
+from bough.session.requests import TextRequest
+from bough.text.infill import Infill
 
 WARM_S = 300.0  # how long what a request without tokens has read is kept for the next
 # What a sampler that `samplers` does not name is set to.
@@ -45,26 +46,18 @@ def completion_request(body: LlamaCompletionBody, service: Service) -> TextReque
 
 
 def _request(body: LlamaBody, service: Service) -> TextRequest:
-    fields = body.__dict__
     options.reject_unsupported(body.extras)
-    grammar = options.answer_grammar(fields)
-    ends = options.ends(fields, service.session.tokenizer.vocab_size, constrained=grammar is not None)
-    return TextRequest(
-        max_tokens=None if body.n_predict == 0 else options.token_limit(fields, "n_predict", "max_tokens"),
-        sampling=_sampling(body, service.defaults(None, raw=True)),
-        stop=options.stops(body.stop),
-        stop_token_ids=ends.stop_token_ids,
-        ignore_eos=ends.ignore_eos,
-        grammar=grammar,
-    )
+    limits = () if body.n_predict == 0 else ("n_predict", "max_tokens")
+    shared = options.fields_of(body, service, *limits, grammar=options.answer_grammar(body.__dict__))
+    shared["sampling"] = _sampling(body, shared["sampling"])
+    return TextRequest(**shared)
 
 
-def _sampling(body: LlamaBody, defaults: SamplingParams) -> SamplingParams:
+def _sampling(body: LlamaBody, params: SamplingParams) -> SamplingParams:
     """Return the sampling by the samplers that the request lists; all others are off.
 
     llama.cpp's sampler for gaps ends unlikely texts and joins tokens: the likeliest token is nearest to it.
     """
-    params = options.sampling(defaults, body.__dict__)
     names = body.samplers
     if not isinstance(names, list):
         return params
@@ -83,11 +76,7 @@ def _file(given: Object, index: int) -> tuple[str, str]:
 
 
 @dataclass(slots=True)
-class LlamaWriter(Writer):
-    service: Service
-    body: LlamaBody
-    output: GeneratedOutput = field(default_factory=GeneratedOutput)
-
+class LlamaWriter(Writer[LlamaBody]):
     def write(self, index: int, piece: SessionEvent) -> bytes:
         self.output.add(piece)
         match piece:
@@ -102,7 +91,6 @@ class LlamaWriter(Writer):
         return self._final(self.output.text, self.output.finished)
 
     def read(self, prompt_tokens: int) -> Object:
-        """Return the response of a request that only reads its prompt."""
         return self._final("", Finished(reason="length", tokens=[], stats=RequestStats(prompt_tokens)))
 
     def _final(self, content: str, finished: Finished) -> Object:
@@ -114,7 +102,7 @@ class LlamaWriter(Writer):
             "tokens": [],
             "id_slot": -1,
             "stop": True,
-            "model": self.body.model or self.service.model_name,
+            "model": self.model,
             "tokens_predicted": stats.generated_tokens,
             "tokens_evaluated": stats.prompt_tokens,
             "has_new_line": "\n" in self.output.text,

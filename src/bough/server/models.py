@@ -29,8 +29,6 @@ LATEST = ":latest"  # Ollama's clients add it to a name
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model that requests may name, loaded or not."""
-
     name: str
     load: Loader
     facts: Facts = lambda session: {}
@@ -99,7 +97,6 @@ class Models:
             resident.service.worker.refuse()
 
     async def refresh(self) -> None:
-        """Bring up to date what is shown of the models in memory."""
         for resident in self.residents:
             await resident.service.worker.refresh()
 
@@ -110,7 +107,6 @@ class Models:
 
     @property
     def current(self) -> Service:
-        """Return the service of the model that was used last."""
         resident = self._residents.get(self._recent.name)
         if resident is None:
             raise Unavailable("no model is loaded", "a request loads one", retry_after_s=2)

@@ -11,15 +11,17 @@ import bough
 from bough.errors import UsageError
 from bough.server import chat, options, outputs
 from bough.server.facts import FileFacts, file_facts
-from bough.server.failures import Failure
+from bough.server.failures import Failure, unfit
 from bough.server.models import Models, Resident, ServedModel
 from bough.server.options import Thinking
 from bough.server.schemas import Object, OllamaBody, OllamaChatBody, OllamaGenerateBody
 from bough.server.service import Service, Writer
-from bough.session.collected import GeneratedOutput
+from bough.session.events import Finished, Reasoning, SessionEvent, Text
 from bough.session.reader import RequestReader
-from bough.session.requests import Finished, Grammar, Infill, Reasoning, SessionEvent, Text, TextRequest
+from bough.session.requests import TextRequest
 from bough.session.worker import Job, State
+from bough.text.grammar import Grammar
+from bough.text.infill import Infill
 
 LINES = "application/x-ndjson"
 NEVER = "2318-01-01T00:00:00Z"  # a model stays until another needs its place
@@ -37,9 +39,8 @@ def generate_request(body: OllamaGenerateBody, service: Service) -> TextRequest:
         if getattr(body, name):
             raise UsageError(f"{name} is set; this server does not support it", param=name)
     if body.images and (body.suffix or body.raw):
-        raise UsageError(
-            "images is set, and so is suffix or raw; images need a chat template", param="images"
-        )
+        text = "images is set, and so is suffix or raw; images need a chat template"
+        raise UsageError(text, param="images")
     if body.suffix:
         return _request(body, service, prompt=body.prompt, infill=Infill(body.suffix))
     if body.raw:
@@ -54,9 +55,7 @@ def _request(body: OllamaBody, service: Service, **rest: Any) -> TextRequest:
     thinking = _thinking(body.think).otherwise(service.thinking)
     limit = None if settings.num_predict in _NO_LIMIT else settings.num_predict
     if limit is not None and limit < 1:
-        raise UsageError(
-            f"options.num_predict is {limit}; needs at least 1, or -1", param="options.num_predict"
-        )
+        raise unfit("options.num_predict", limit, "at least 1, or -1")
     return TextRequest(
         **rest,
         max_tokens=limit,
@@ -78,12 +77,11 @@ def _grammar(form: str | Object | None) -> Grammar | None:
     if isinstance(form, Mapping):
         return Grammar("json_schema", form, "format")
     if form != "json":
-        raise UsageError(f"format is {form!r}; needs json or a JSON schema", param="format")
+        raise unfit("format", form, "json or a JSON schema")
     return Grammar("json_object", None, "format")
 
 
 def _message(entry: Object, index: int) -> Object:
-    """Return a message in OpenAI's form."""
     message = {name: entry[name] for name in ("role", "content") if name in entry}
     if entry.get("images"):
         message["content"] = _with_images(entry["images"], entry.get("content"), f"messages[{index}].images")
@@ -91,13 +89,10 @@ def _message(entry: Object, index: int) -> Object:
         message["reasoning_content"] = entry["thinking"]
     if entry.get("tool_name"):
         message["name"] = entry["tool_name"]
-    if entry.get("tool_calls"):
-        message["tool_calls"] = entry["tool_calls"]
-    return message
+    return message | ({"tool_calls": entry["tool_calls"]} if entry.get("tool_calls") else {})
 
 
 def _with_images(images: Any, text: Any, field: str) -> Any:
-    """Return a content whose images come before its text."""
     if not images:
         return text
     if not isinstance(images, list):
@@ -106,13 +101,14 @@ def _with_images(images: Any, text: Any, field: str) -> Any:
 
 
 @dataclass(slots=True)
-class OllamaWriter(Writer):
-    """`chat`: the text is in a message; else in `response`."""
+class OllamaWriter(Writer[OllamaBody]):
+    """The text of a chat is in a message, other text in `response`."""
 
-    service: Service
-    model: str
-    chat: bool
-    output: GeneratedOutput = field(default_factory=GeneratedOutput)
+    media_type = LINES
+
+    def loaded(self) -> Object:
+        """Return the answer to an empty prompt, which asks for the model to be loaded."""
+        return self._part("") | {"done": True, "done_reason": "load"}
 
     def write(self, index: int, piece: SessionEvent) -> bytes:
         self.output.add(piece)
@@ -148,7 +144,7 @@ class OllamaWriter(Writer):
     def _part(self, text: str, thinking: str = "", calls: Sequence[Object] = ()) -> Object:
         extra = ({"thinking": thinking} if thinking else {}) | ({"tool_calls": calls} if calls else {})
         said = {"role": "assistant", "content": text} | extra
-        inner = {"message": said} if self.chat else {"response": text} | extra
+        inner = {"message": said} if isinstance(self.body, OllamaChatBody) else {"response": text} | extra
         return {"model": self.model, "created_at": now(), **inner, "done": False}
 
     def _end(self, finished: Finished) -> Object:
@@ -165,12 +161,6 @@ class OllamaWriter(Writer):
             "eval_duration": decode,
             **outputs.notes(stats),
         }
-
-
-def loaded(model: str, *, chat: bool = False) -> Object:
-    """Return the answer to an empty prompt, which asks for the model to be loaded."""
-    empty = {"message": {"role": "assistant", "content": ""}} if chat else {"response": ""}
-    return {"model": model, "created_at": now(), **empty, "done": True, "done_reason": "load"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,13 +4,18 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bough.config import EFFORTS
 from bough.engine.sampler import SamplingParams
 from bough.errors import UsageError
-from bough.server.schemas import Extension, Object
-from bough.session.requests import CompressOptions, Grammar
+from bough.server.failures import unfit
+from bough.server.schemas import AnswerBody, Object, SamplingBody
+from bough.session.requests import CompressOptions
+from bough.text.grammar import Grammar
+
+if TYPE_CHECKING:
+    from bough.server.service import Service
 
 MAX_COUNT = 2**31 - 1  # of tokens; a larger number is no limit either
 MAX_BIAS = 100  # as OpenAI limits it
@@ -44,26 +49,48 @@ class Thinking:
             self.effort or other.effort,
         )
 
-    def fields(self, extension: Extension | None = None) -> dict[str, Any]:
-        """Return the fields of a TextRequest."""
-        return {
-            "thinking": self.on,
-            "thinking_budget": self.budget,
-            "effort": self.effort,
-            "break_loops": extension is None or extension.break_loops,
-        }
+    def fields(self) -> dict[str, Any]:
+        return {"thinking": self.on, "thinking_budget": self.budget, "effort": self.effort}
+
+
+def fields_of(
+    body: SamplingBody | AnswerBody,
+    service: "Service",
+    *limits: str,
+    thinking: Thinking | None = None,
+    grammar: Grammar | None = None,
+    must_call: bool = False,
+    logprobs: int | None = None,
+) -> dict[str, Any]:
+    """Return the fields of a TextRequest that protocols share.
+
+    limits: fields of the most tokens. thinking None: a raw prompt. must_call: a tool, which ends the text.
+    """
+    fields, extension = body.__dict__, body.bough
+    defaults = service.defaults(None if thinking is None else thinking.on, raw=thinking is None)
+    vocabulary = service.session.tokenizer.vocab_size
+    return {
+        "max_tokens": token_limit(fields, *limits),
+        "sampling": sampling(defaults, fields, logprobs=logprobs),
+        "stop": stops(fields.get("stop") or fields.get("stop_sequences")),
+        **_ends(fields, vocabulary, constrained=grammar is not None or must_call),
+        **({} if thinking is None else thinking.fields()),
+        "break_loops": extension is None or extension.break_loops,
+        "grammar": grammar,
+        "draft_budget": extension.budget if extension else None,
+        "compress": compression(fields),
+    }
 
 
 def sampling(
     defaults: SamplingParams, fields: Mapping[str, Any], *, logprobs: int | None = None
 ) -> SamplingParams:
-    """Return the request's fields over the defaults."""
     values = {name: fields[name] for name in _SAMPLING if fields.get(name) is not None}
     repeat = fields.get("repeat_penalty")
     if repeat is not None and values.setdefault("repetition_penalty", repeat) != repeat:
+        other = values["repetition_penalty"]
         raise UsageError(
-            f"repeat_penalty is {repeat}, repetition_penalty {values['repetition_penalty']}; needs one",
-            param="repeat_penalty",
+            f"repeat_penalty is {repeat}, repetition_penalty {other}; needs one", param="repeat_penalty"
         )
     if "seed" in values:
         values["seed"] %= 2**64  # clients send any integer
@@ -82,10 +109,8 @@ def _biases(biases: Mapping[str, float] | None) -> dict[int, float]:
         raise UsageError(f"logit_bias has the key {wrong[0]!r}; needs token ids", param="logit_bias")
     for name, value in (biases or {}).items():
         if not -MAX_BIAS <= value <= MAX_BIAS:
-            raise UsageError(
-                f"logit_bias is {value} for the token {name}; needs -{MAX_BIAS} to {MAX_BIAS}",
-                param="logit_bias",
-            )
+            text = f"logit_bias is {value} for the token {name}; needs -{MAX_BIAS} to {MAX_BIAS}"
+            raise UsageError(text, param="logit_bias")
     return {int(name): value for name, value in (biases or {}).items()}
 
 
@@ -100,7 +125,6 @@ def continues(messages: Sequence[Mapping[str, Any]], value: bool | None = None) 
 
 
 def choice_params(params: SamplingParams, count: int) -> list[SamplingParams]:
-    """Return one set for each of the `count` choices, with consecutive seeds."""
     first = params.seeded()
     assert first.seed is not None
     return [replace(first, seed=(first.seed + index) % 2**64) for index in range(count)]
@@ -112,7 +136,7 @@ def token_limit(fields: Mapping[str, Any], *names: str) -> int | None:
         value = fields.get(name)
         if value is not None and value != -1:  # -1: some clients' value for no limit
             if value < 1:
-                raise UsageError(f"{name} is {value}; needs at least 1", param=name)
+                raise unfit(name, value, "at least 1")
             return min(value, MAX_COUNT)
     return None
 
@@ -127,7 +151,7 @@ def effort(value: Any, field: str) -> Thinking:
     if value == "none":
         return Thinking(on=False)
     if not isinstance(value, str) or value not in EFFORTS:
-        raise UsageError(f"{field} is {value!r}; needs one of none, {', '.join(EFFORTS)}", param=field)
+        raise unfit(field, value, f"one of none, {', '.join(EFFORTS)}")
     return Thinking(True, effort=value)
 
 
@@ -136,10 +160,7 @@ def thinking_switch(fields: Mapping[str, Any]) -> Thinking:
     options = fields.get("chat_template_kwargs") or {}
     on = options.get("enable_thinking", fields.get("enable_thinking"))
     if on is not None and not isinstance(on, bool):
-        raise UsageError(
-            f"chat_template_kwargs.enable_thinking is {on!r}; needs true or false",
-            param="chat_template_kwargs.enable_thinking",
-        )
+        raise unfit("chat_template_kwargs.enable_thinking", on, "true or false")
     budget = fields.get("thinking_budget")
     named = Thinking(on, budget if budget is None else min(budget, MAX_COUNT))
     return named.otherwise(effort(fields.get("reasoning_effort"), "reasoning_effort"))
@@ -176,10 +197,7 @@ def format_grammar(form: Any, field: str) -> Grammar | None:
             return _regex_grammar(form.get("pattern"), f"{field}.pattern")
         case "grammar" | "lark" | "gbnf":
             return _text_grammar(form.get("grammar"), f"{field}.grammar")
-    raise UsageError(
-        f"{field}.type is {kind!r}; needs text, json_object, json_schema, regex or grammar",
-        param=f"{field}.type",
-    )
+    raise unfit(f"{field}.type", kind, "text, json_object, json_schema, regex or grammar")
 
 
 def structured_grammar(form: Mapping[str, Any] | None, field: str) -> Grammar | None:
@@ -193,20 +211,10 @@ def structured_grammar(form: Mapping[str, Any] | None, field: str) -> Grammar | 
         return None
     if len(kinds) > 1:
         raise UsageError(f"{field} has {', '.join(kinds)}; needs one of them", param=field)
-    name, value = kinds.popitem()
-    where = f"{field}.{name}"
-    match name:
-        case "json":
-            return _json_grammar(value, where)
-        case "json_object":
-            return Grammar("json_object", None, where)
-        case "regex":
-            return _regex_grammar(value, where)
-        case "choice":
-            return _choice_grammar(value, where)
-        case "grammar":
-            return _text_grammar(value, where)
-    raise UsageError(f"{field} has {name!r}; needs one of json, regex, choice, grammar", param=field)
+    [(name, value)] = kinds.items()
+    if name not in _STRUCTURED:
+        raise UsageError(f"{field} has {name!r}; needs one of json, regex, choice, grammar", param=field)
+    return _STRUCTURED[name](value, f"{field}.{name}")
 
 
 def _json_grammar(value: Any, field: str) -> Grammar:
@@ -215,8 +223,10 @@ def _json_grammar(value: Any, field: str) -> Grammar:
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{field} is not JSON: {error}", param=field) from error
     if not isinstance(schema, Mapping | bool):
-        raise UsageError(f"{field} is {schema!r}; needs a JSON schema", param=field)
-    return Grammar("json_schema", _schema(schema), field)
+        raise unfit(field, schema, "a JSON schema")
+    if isinstance(schema, bool):  # true: any value
+        schema = {} if schema else {"not": {}}
+    return Grammar("json_schema", schema, field)
 
 
 def _regex_grammar(value: Any, field: str) -> Grammar:
@@ -225,7 +235,7 @@ def _regex_grammar(value: Any, field: str) -> Grammar:
 
 def _choice_grammar(value: Any, field: str) -> Grammar:
     if not isinstance(value, list) or not value or not all(isinstance(each, str) for each in value):
-        raise UsageError(f"{field} is {value!r}; needs a list of strings", param=field)
+        raise unfit(field, value, "a list of strings")
     return Grammar("regex", "|".join(re.escape(each) for each in value), field)
 
 
@@ -246,6 +256,13 @@ _GRAMMARS: Mapping[str, Callable[[Any, str], Grammar | None]] = {
     "guided_choice": _choice_grammar,
     "guided_regex": _regex_grammar,
     "guided_grammar": _text_grammar,
+}
+_STRUCTURED: Mapping[str, Callable[[Any, str], Grammar]] = {
+    "json": _json_grammar,
+    "json_object": lambda _value, field: Grammar("json_object", None, field),
+    "regex": _regex_grammar,
+    "choice": _choice_grammar,
+    "grammar": _text_grammar,
 }
 # Settings of vLLM that do not change which texts are valid here.
 _STRUCTURED_IGNORED = ("disable_fallback", "disable_any_whitespace")
@@ -295,13 +312,11 @@ def compression(fields: Mapping[str, Any]) -> CompressOptions | None:
             )
     mode, query, keep = value.get("mode"), value.get("query", ""), value.get("keep", [])
     if mode not in (None, "off", "auto", "on"):
-        raise UsageError(f"compress.mode is {mode!r}; needs off, auto or on", param="compress.mode")
+        raise unfit("compress.mode", mode, "off, auto or on")
     if not isinstance(query, str):
-        raise UsageError(f"compress.query is {query!r}; needs a string", param="compress.query")
+        raise unfit("compress.query", query, "a string")
     if not isinstance(keep, list) or not all(isinstance(each, str | int) for each in keep):
-        raise UsageError(
-            f"compress.keep is {keep!r}; needs a list of texts or numbers of messages", param="compress.keep"
-        )
+        raise unfit("compress.keep", keep, "a list of texts or numbers of messages")
     above, to = (_amount(value.get(name), f"compress.{name}") for name in ("above", "to"))
     return CompressOptions(mode, None if above is None else int(above), to, query, tuple(keep))
 
@@ -310,20 +325,12 @@ def _amount(value: Any, field: str) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1 << 30:
-        raise UsageError(f"{field} is {value!r}; needs a number above 0", param=field)
+        raise unfit(field, value, "a number above 0")
     return float(value)
 
 
-@dataclass(frozen=True, slots=True)
-class Ends:
-    """Which tokens end the text."""
-
-    stop_token_ids: frozenset[int] = frozenset()
-    ignore_eos: bool = False
-
-
-def ends(fields: Mapping[str, Any], vocabulary: int, *, constrained: bool) -> Ends:
-    """`constrained`: a grammar or a forced tool call decides where the text ends."""
+def _ends(fields: Mapping[str, Any], vocabulary: int, *, constrained: bool) -> dict[str, Any]:
+    """Return which tokens end the text; `constrained`: a grammar or a forced tool call does."""
     if (least := fields.get("min_tokens")) is not None and least != 0:
         raise UsageError(
             f"min_tokens is {least}; only 0 is supported",
@@ -331,82 +338,59 @@ def ends(fields: Mapping[str, Any], vocabulary: int, *, constrained: bool) -> En
             param="min_tokens",
         )
     if fields.get("ignore_eos") and constrained:
-        raise UsageError(
-            "ignore_eos is set together with a grammar or a forced tool call, which end the text",
-            param="ignore_eos",
-        )
+        text = "ignore_eos is set together with a grammar or a forced tool call, which end the text"
+        raise UsageError(text, param="ignore_eos")
     ids = frozenset(fields.get("stop_token_ids") or ())
     if len(ids) > MAX_STOP_IDS:
-        raise UsageError(
-            f"stop_token_ids has {len(ids)} ids; needs at most {MAX_STOP_IDS}", param="stop_token_ids"
-        )
+        text = f"stop_token_ids has {len(ids)} ids; needs at most {MAX_STOP_IDS}"
+        raise UsageError(text, param="stop_token_ids")
     if wrong := [id for id in ids if not 0 <= id < vocabulary]:
-        raise UsageError(
-            f"stop_token_ids has {wrong[0]}; the vocabulary has {vocabulary} tokens", param="stop_token_ids"
-        )
-    return Ends(ids, bool(fields.get("ignore_eos")))
-
-
-def _schema(schema: Mapping[str, Any] | bool) -> Mapping[str, Any]:
-    if isinstance(schema, Mapping):
-        return schema
-    return {} if schema else {"not": {}}
+        text = f"stop_token_ids has {wrong[0]}; the vocabulary has {vocabulary} tokens"
+        raise UsageError(text, param="stop_token_ids")
+    return {"stop_token_ids": ids, "ignore_eos": bool(fields.get("ignore_eos"))}
 
 
 def _text(value: Any, field: str) -> str:
     if not isinstance(value, str) or not value:
-        raise UsageError(f"{field} is {value!r}; needs a string", param=field)
+        raise unfit(field, value, "a string")
     return value
 
 
-def function_tool(
-    name: Any, description: Any, parameters: Any, strict: Any = None, *, field: str
-) -> dict[str, Any]:
-    """Return a tool in the form that chat templates expect."""
-    if not isinstance(name, str) or not name:
-        raise UsageError(f"{field}.name is {name!r}; needs the tool's name", param=f"{field}.name")
+def function_tool(tool: Mapping[str, Any], parameters: Any, field: str) -> dict[str, Any]:
+    """Return a tool in the form that chat templates expect; parameters: its schema, or what stands for it."""
+    if not isinstance(name := tool.get("name"), str) or not name:
+        raise unfit(f"{field}.name", name, "the tool's name")
     if parameters is not None and not isinstance(parameters, Mapping):
-        raise UsageError(
-            f"{field}.parameters is {parameters!r}; needs a JSON schema", param=f"{field}.parameters"
-        )
-    if parameters and parameters.get("type", "object") not in ("object", ["object"]):
-        raise UsageError(
-            f"{field}.parameters.type is {parameters['type']!r}; needs object: a tool has named arguments",
-            param=f"{field}.parameters.type",
-        )
-    function: Object = {"name": name}
-    if isinstance(description, str):
-        function["description"] = description
-    function["parameters"] = parameters or {"type": "object", "properties": {}}
-    if strict:
-        function["strict"] = True
-    return {"type": "function", "function": function}
+        raise unfit(f"{field}.parameters", parameters, "a JSON schema")
+    if parameters and (kind := parameters.get("type", "object")) not in ("object", ["object"]):
+        raise unfit(f"{field}.parameters.type", kind, "object: a tool has named arguments")
+    function: Object = {"name": name, "parameters": parameters or {"type": "object", "properties": {}}}
+    if isinstance(description := tool.get("description"), str):
+        function = {"name": name, "description": description} | function
+    return {"type": "function", "function": function | ({"strict": True} if tool.get("strict") else {})}
 
 
 def allowed_tools(entries: Any, tools: Sequence[Mapping[str, Any]], field: str) -> frozenset[str] | None:
-    """Return the names in `given`, the list of an `allowed_tools` choice."""
+    """Return the names in the list of an `allowed_tools` choice."""
     if entries is None:
         return None
     names = {tool["function"]["name"] for tool in tools}
     if not isinstance(entries, list) or not entries:
-        raise UsageError(f"{field} is {entries!r}; needs a list of tools", param=field)
+        raise unfit(field, entries, "a list of tools")
     allowed: set[str] = set()
     for index, entry in enumerate(entries):
         inner = entry.get("function", entry) if isinstance(entry, Mapping) else {}
         name = inner.get("name") if isinstance(inner, Mapping) else None
         if not isinstance(name, str) or name not in names:
-            raise UsageError(
-                f"{field}[{index}] names {name!r}; tools has {', '.join(sorted(names)) or 'none'}",
-                param=f"{field}[{index}]",
-            )
+            known = ", ".join(sorted(names)) or "none"
+            raise UsageError(f"{field}[{index}] names {name!r}; tools has {known}", param=f"{field}[{index}]")
         allowed.add(name)
     return frozenset(allowed)
 
 
 def chosen_name(name: Any, field: str) -> str:
-    """Return the name of a choice that names a tool."""
     if not isinstance(name, str) or not name:
-        raise UsageError(f"{field} is {name!r}; needs the name of a tool", param=field)
+        raise unfit(field, name, "the name of a tool")
     return name
 
 
@@ -418,7 +402,7 @@ def tool_choice(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str:
     names = [tool["function"]["name"] for tool in tools]
     if choice == "required" or choice in names:
         if not names:
-            raise UsageError("tool_choice is 'required'; needs tools", param="tool_choice")
+            raise unfit("tool_choice", "required", "tools")
         return choice
     raise UsageError(
         f"tool_choice names {choice!r}; tools has {', '.join(names) or 'none'}", param="tool_choice"

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
+from bough.engine.sampler import TokenLogprob
 from bough.engine.stats import RequestStats
-from bough.session.requests import TokenLogprob, TreeStep
+from bough.session.events import TreeStep
 from bough.text.tokenizer import Tokenizer
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinities
@@ -42,7 +43,6 @@ def statistics(stats: RequestStats) -> dict[str, Any]:
 
 
 def timings(*request_stats: RequestStats) -> dict[str, Any]:
-    """Return llama.cpp's timings object over all outputs of a request."""
     cached = sum(stats.cached_tokens for stats in request_stats)
     prompt = sum(stats.prompt_tokens for stats in request_stats) - cached
     prompt_ms = 1000 * sum(stats.ttft_s for stats in request_stats)
@@ -74,8 +74,6 @@ def tree(step: TreeStep) -> dict[str, Any]:
 
 
 def logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
-    """Return the log probabilities of tokens in the form of OpenAI's chats and responses."""
-
     def entry(id: int, logprob: float) -> dict[str, Any]:
         raw = tokenizer.token_bytes(id)
         text = raw.decode(errors="replace")

@@ -6,15 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from bough.engine.sampler import TokenLogprob
 from bough.errors import UsageError
 from bough.server import options, outputs
-from bough.server.failures import Failure
-from bough.server.options import Thinking
+from bough.server.failures import Failure, unfit
 from bough.server.schemas import Object, ResponsesBody
 from bough.server.service import Service, Writer
 from bough.server.sse import comment, event
-from bough.session.collected import GeneratedOutput, OutputBlock
-from bough.session.requests import Finished, SessionEvent, TextRequest, TokenLogprob
+from bough.session.collected import OutputBlock
+from bough.session.events import Finished, SessionEvent
+from bough.session.requests import TextRequest
 from bough.session.worker import Job
 
 _REFUSED = {
@@ -25,11 +26,7 @@ _REFUSED = {
 }
 # The argument that holds the input of a free-text tool.
 FREE_TEXT = "input"
-_FREE_TEXT_SCHEMA = {
-    "type": "object",
-    "properties": {FREE_TEXT: {"type": "string"}},
-    "required": [FREE_TEXT],
-}
+_FREE_TEXT_SCHEMA = {"type": "object", "properties": {FREE_TEXT: {"type": "string"}}, "required": [FREE_TEXT]}
 
 
 def to_request(body: ResponsesBody, service: Service) -> TextRequest:
@@ -37,8 +34,7 @@ def to_request(body: ResponsesBody, service: Service) -> TextRequest:
         if getattr(body, field_name):
             raise UsageError(f"{field_name} is set; {reason}", param=field_name)
     options.reject_constraints(body.extras, "text.format")
-    fields = body.__dict__
-    thinking = _thinking(body.reasoning).otherwise(service.thinking)
+    effort = options.effort((body.reasoning or {}).get("effort"), "reasoning.effort")
     tools = tool_list(body.tools)
     form = (body.text or {}).get("format")
     with_logprobs = body.top_logprobs is not None or "message.output_text.logprobs" in (body.include or ())
@@ -49,17 +45,15 @@ def to_request(body: ResponsesBody, service: Service) -> TextRequest:
         tool_choice=options.tool_choice(_choice(body.tool_choice), tools),
         allowed_tools=options.allowed_tools(_allowed(body.tool_choice), tools, "tool_choice.tools"),
         parallel_tool_calls=body.parallel_tool_calls is not False,
-        max_tokens=options.token_limit(fields, "max_output_tokens"),
-        sampling=options.sampling(service.defaults(thinking.on), fields, logprobs=logprobs),
-        **thinking.fields(body.bough),
-        grammar=options.format_grammar(form, "text.format"),
-        draft_budget=body.bough.budget if body.bough else None,
-        compress=options.compression(fields),
+        **options.fields_of(
+            body,
+            service,
+            "max_output_tokens",
+            thinking=effort.otherwise(service.thinking),
+            grammar=options.format_grammar(form, "text.format"),
+            logprobs=logprobs,
+        ),
     )
-
-
-def _thinking(reasoning: Mapping[str, Any] | None) -> Thinking:
-    return options.effort((reasoning or {}).get("effort"), "reasoning.effort")
 
 
 def tool_list(tools: list[Object] | None) -> list[dict[str, Any]]:
@@ -67,16 +61,11 @@ def tool_list(tools: list[Object] | None) -> list[dict[str, Any]]:
     entries = []
     for index, tool in enumerate(tools or ()):
         where = f"tools[{index}]"
-        name, description = tool.get("name"), tool.get("description")
         match tool.get("type"):
             case "function":
-                entries.append(
-                    options.function_tool(
-                        name, description, tool.get("parameters"), tool.get("strict"), field=where
-                    )
-                )
+                entries.append(options.function_tool(tool, tool.get("parameters"), where))
             case "custom":
-                entries.append(options.function_tool(name, description, _FREE_TEXT_SCHEMA, field=where))
+                entries.append(options.function_tool(tool, _FREE_TEXT_SCHEMA, where))
             case "namespace":
                 entries += tool_list(_members(tool))
     return entries
@@ -116,16 +105,12 @@ def _choice(choice: str | Object | None) -> Any:
         return options.chosen_name(name, "tool_choice.name")
     if kind == "allowed_tools":
         return choice.get("mode", "auto")
-    raise UsageError(
-        f"tool_choice.type is {kind!r}; needs function, custom or allowed_tools", param="tool_choice.type"
-    )
+    raise unfit("tool_choice.type", kind, "function, custom or allowed_tools")
 
 
 def _allowed(choice: str | Object | None) -> Any:
-    """Return the list of an `allowed_tools` choice."""
-    return (
-        choice.get("tools") if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools" else None
-    )
+    allows = isinstance(choice, Mapping) and choice.get("type") == "allowed_tools"
+    return choice.get("tools") if allows else None
 
 
 def to_messages(body: ResponsesBody) -> list[Object]:
@@ -175,14 +160,10 @@ class _Messages:
                 content = item.get("output")
                 self.add({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
             case "item_reference":
-                raise UsageError(
-                    f"{where}.type is 'item_reference'; the server stores nothing: send the item",
-                    param=f"{where}.type",
-                )
+                text = f"{where}.type is 'item_reference'; the server stores nothing: send the item"
+                raise UsageError(text, param=f"{where}.type")
             case None:
-                raise UsageError(
-                    f"{where}.type is None; needs message, function_call or its output", param=f"{where}.type"
-                )
+                raise unfit(f"{where}.type", None, "message, function_call or its output")
             # Other items are calls of tools that a provider ran: the text already has their results.
 
     def _message(self, item: Mapping[str, Any], where: str) -> None:
@@ -192,10 +173,7 @@ class _Messages:
 
     def _call(self, item: Mapping[str, Any], arguments: Any, where: str) -> None:
         if not isinstance(item.get("name"), str):
-            raise UsageError(
-                f"{where}.name is {item.get('name')!r}; needs the name of the called tool",
-                param=f"{where}.name",
-            )
+            raise unfit(f"{where}.name", item.get("name"), "the name of the called tool")
         call = {"id": item.get("call_id"), "function": {"name": item["name"], "arguments": arguments}}
         self._turn().setdefault("tool_calls", []).append(call)
 
@@ -212,12 +190,8 @@ class _Messages:
 
 
 @dataclass(slots=True)
-class ResponsesWriter(Writer):
-    service: Service
-    body: ResponsesBody
-    id: str
+class ResponsesWriter(Writer[ResponsesBody]):
     created: int = field(default_factory=lambda: int(time.time()))
-    output: GeneratedOutput = field(default_factory=GeneratedOutput)
     _sequence: int = 0
     _started: bool = False
     _open: OutputBlock | None = None
@@ -241,9 +215,8 @@ class ResponsesWriter(Writer):
     def _start_response(self) -> bytes:
         self._started = True
         response = self._response("in_progress", [])
-        return self._send("response.created", response=response) + self._send(
-            "response.in_progress", response=response
-        )
+        kinds = ("response.created", "response.in_progress")
+        return b"".join(self._send(kind, response=response) for kind in kinds)
 
     def _add(self, block: OutputBlock) -> bytes:
         self._open = block
@@ -274,29 +247,18 @@ class ResponsesWriter(Writer):
         match block.kind:
             case "text":
                 content = item["content"][0]
-                out += self._send(
-                    "response.output_text.done",
-                    **self._content_ref(block),
-                    text=block.text,
-                    logprobs=content["logprobs"],
-                )
+                text = {"text": block.text, "logprobs": content["logprobs"]}
+                out += self._send("response.output_text.done", **self._content_ref(block), **text)
                 out += self._send("response.content_part.done", **self._content_ref(block), part=content)
             case "reasoning":
                 out += self._send("response.reasoning_text.done", **self._content_ref(block), text=block.text)
             case "call" if item["type"] == "custom_tool_call":
-                out += self._send(
-                    "response.custom_tool_call_input.delta", **self._item_ref(block), delta=item["input"]
-                )
-                out += self._send(
-                    "response.custom_tool_call_input.done", **self._item_ref(block), input=item["input"]
-                )
+                kind, text = "response.custom_tool_call_input", item["input"]
+                out += self._send(f"{kind}.delta", **self._item_ref(block), delta=text)
+                out += self._send(f"{kind}.done", **self._item_ref(block), input=text)
             case "call":
-                out += self._send(
-                    "response.function_call_arguments.done",
-                    **self._item_ref(block),
-                    name=block.name,
-                    arguments=block.text,
-                )
+                call = {"name": block.name, "arguments": block.text}
+                out += self._send("response.function_call_arguments.done", **self._item_ref(block), **call)
         return out + self._send("response.output_item.done", **self._output_index(block), item=item)
 
     def _send(self, kind: str, **fields: Any) -> bytes:
@@ -321,17 +283,9 @@ class ResponsesWriter(Writer):
         head = {"id": self._item_id(block), "status": "completed" if done else "in_progress"}
         match block.kind:
             case "text":
-                content = {
-                    "type": "output_text",
-                    "text": block.text,
-                    "annotations": [],
-                    "logprobs": self._logprobs(block.logprobs),
-                }
-                return head | {
-                    "type": "message",
-                    "role": "assistant",
-                    "content": [content] if done else [],
-                }
+                content = {"type": "output_text", "text": block.text, "annotations": []}
+                content |= {"logprobs": self._logprobs(block.logprobs)}
+                return head | {"type": "message", "role": "assistant", "content": [content] if done else []}
             case "reasoning":
                 content = {"type": "reasoning_text", "text": block.text}
                 return head | {"type": "reasoning", "summary": [], "content": [content] if done else []}
@@ -390,7 +344,7 @@ class ResponsesWriter(Writer):
             "incomplete_details": None,
             "instructions": body.instructions,
             "metadata": body.metadata or {},
-            "model": body.model or self.service.model_name,
+            "model": self.model,
             "output": output,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "temperature": body.temperature,

@@ -169,7 +169,6 @@ class _Server(uvicorn.Server):
 
 
 def line(job: Job, result: RequestResult) -> str:
-    """Return the log line of a finished request."""
     if result.finished is None:
         reason = printable(without_backquotes(str(result.error)), MAX_ERROR)
         return f"{job.label} · failed: {type(result.error).__name__}: {reason}"

@@ -33,7 +33,6 @@ class Body(BaseModel):
 
     @property
     def extras(self) -> Object:
-        """Return the fields that the protocol does not define."""
         return self.model_extra or {}
 
 
@@ -84,10 +83,9 @@ class SamplingFields(Body):
     stop: str | list[str] | None = None
 
 
-class SamplingBody(SamplingFields):
+class SamplingBody(SamplingFields, ModelBody):
     """Fields that chat and text completions share."""
 
-    model: str | None = None
     stream: bool | None = None
     stream_options: Object | None = None
     repetition_penalty: Number | None = None
@@ -254,10 +252,9 @@ class OllamaOptions(SamplingFields):
     num_predict: int | None = Field(None, description="Most tokens; -1: no limit.")
 
 
-class OllamaBody(Body):
+class OllamaBody(ModelBody):
     """Fields that Ollama's chat and generate share."""
 
-    model: str | None = None
     stream: bool = True
     options: OllamaOptions = OllamaOptions()
     format: str | Object | None = Field(None, description="json, or a JSON schema.")

@@ -4,10 +4,11 @@ import asyncio
 import logging
 import secrets
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Generic, TypeVar
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
@@ -21,23 +22,39 @@ from bough.server.checks import Checks
 from bough.server.failures import Failure, failure_of
 from bough.server.image_urls import ImageUrls
 from bough.server.options import Thinking
+from bough.server.schemas import ModelBody
 from bough.server.sse import KEEP_ALIVE_S, EventStream, unless_gone
+from bough.session.collected import GeneratedOutput
+from bough.session.events import Finished, Progress, SessionEvent
 from bough.session.reader import RequestReader
-from bough.session.requests import Finished, Progress, SessionEvent, TextRequest
+from bough.session.requests import TextRequest
 from bough.session.worker import IndexedEvent, Job, Worker, stopping
 
 log = logging.getLogger(__name__)
 
 Facts = Callable[[Any], Mapping[str, Any]]  # further properties of a loaded session, for /props
+B = TypeVar("B", bound=ModelBody)
 SESSION_HEADERS = ("x-session-id", "session-id", "session_id")
 
 
-class Writer(Protocol):
+@dataclass(slots=True)
+class Writer(ABC, Generic[B]):
     """Writes the output of one request in a protocol's format; what most have in common is here."""
 
+    service: "Service"
+    body: B
+    id: str = ""
+    output: GeneratedOutput = field(default_factory=GeneratedOutput)
+
+    media_type: ClassVar[str | None] = None  # of a stream that is not SSE
+
+    @property
+    def model(self) -> str:
+        return self.body.model or self.service.model_name
+
+    @abstractmethod
     def write(self, index: int, piece: SessionEvent) -> bytes:
         """Return the next bytes of the stream; called for every event, streaming or not."""
-        ...
 
     def end(self) -> bytes:
         return b""
@@ -48,9 +65,9 @@ class Writer(Protocol):
     def failure(self, failure: Failure) -> bytes:
         return sse.event(failure.openai())
 
+    @abstractmethod
     def result(self) -> dict[str, Any] | bytes:
         """Return the whole response of a request that does not stream; bytes are JSON."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +99,11 @@ class Service:
         return replace(self.session.sampling_for(thinking, raw=raw), **dict(self.config.sampling))
 
     def sampling_facts(self) -> dict[str, Any]:
-        """Return the sampling defaults, for /props."""
         values = self.defaults(self.config.thinking)
         names = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "repetition_penalty")
         return {name: getattr(values, name) for name in names}
 
     async def encode(self, request: Request, prompt: TextRequest) -> list[int]:
-        """Return the prompt's tokens, found in a thread."""
         with _until_gone() as gone:
             prompt = replace(prompt, cancelled=gone.is_set)
             return await unless_gone(request, self._encode_in_thread(prompt))
@@ -113,7 +128,8 @@ class Service:
     ) -> list[TextRequest]:
         """Return the requests with their prompts encoded, in a thread."""
         with _until_gone() as gone:
-            limit, affinity = self.config.max_tokens, _affinity(request)
+            limit, headers = self.config.max_tokens, request.headers
+            affinity = next((headers[name] for name in SESSION_HEADERS if name in headers), "")
             requests = [
                 replace(
                     each,
@@ -144,9 +160,7 @@ class Service:
         writer: Writer,
         *,
         stream: bool | None,
-        media_type: str | None = None,
     ) -> Response:
-        """Run the requests and answer as `writer` writes; media_type: of a stream that is not SSE."""
         request_id = f"req_{secrets.token_hex(8)}"
         headers = {"x-request-id": request_id, "request-id": request_id}
         self.worker.check_room()
@@ -168,8 +182,8 @@ class Service:
         except BaseException:
             job.cancel()
             raise
-        if media_type is not None:
-            headers["content-type"] = media_type
+        if writer.media_type is not None:
+            headers["content-type"] = writer.media_type
         return EventStream(
             _stream(job, first, batches, writer),
             job.cancel,
@@ -204,11 +218,6 @@ class Service:
             "ready_tokens": done.whole,
             "lifetime": lifetime_s,
         }
-
-
-def _affinity(request: Request) -> str:
-    """Return the client's name of its session, if it sends one."""
-    return next((request.headers[name] for name in SESSION_HEADERS if name in request.headers), "")
 
 
 @contextmanager

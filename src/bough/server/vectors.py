@@ -8,10 +8,12 @@ from typing import Any
 
 from bough.errors import UsageError
 from bough.server.schemas import EmbeddingBody, Object, OllamaEmbedBody, OllamaEmbeddingsBody, RerankBody
-from bough.server.service import Service, Writer
-from bough.session.requests import Finished, SessionEvent, TextRequest, Vector, VectorOptions
+from bough.server.service import Writer
+from bough.session.events import Finished, SessionEvent, Vector
+from bough.session.requests import TextRequest, VectorOptions
 from bough.session.vector_prompts import shortened
 
+VectorBody = EmbeddingBody | OllamaEmbedBody | OllamaEmbeddingsBody | RerankBody
 MAX_INPUTS = 2048  # of one request, as OpenAI has it
 
 
@@ -27,7 +29,6 @@ def embedding_requests(
 
 
 def rerank_requests(body: RerankBody) -> list[TextRequest]:
-    """Return a request for each document."""
     _check_count(body.documents, "documents")
     options = VectorOptions(query=body.query)
     return [TextRequest(prompt=text, vector=options) for text in _documents(body)]
@@ -50,14 +51,12 @@ def _check_count(values: Sequence[Any], name: str) -> None:
 
 
 @dataclass(slots=True)
-class VectorWriter(Writer):
+class VectorWriter(Writer[VectorBody]):
     """Collects the vectors of a request, whose routes return one object: nothing is streamed.
 
     Each vector becomes JSON as it arrives: two million numbers at once would stop the event loop for seconds.
     """
 
-    service: Service
-    body: EmbeddingBody | OllamaEmbedBody | OllamaEmbeddingsBody | RerankBody
     rows: dict[int, str] = field(default_factory=dict)  # of vectors, JSON
     scores: dict[int, float] = field(default_factory=dict)
     tokens: int = 0
@@ -78,11 +77,11 @@ class VectorWriter(Writer):
         rows = ",".join(self.rows[index] for index in sorted(self.rows))
         match self.body:
             case EmbeddingBody():
-                head = {"object": "list", "model": self._model, "usage": self._usage}
+                head = {"object": "list", "model": self.model, "usage": self._usage}
                 return f'{json.dumps(head)[:-1]}, "data": [{rows}]}}'.encode()
             case OllamaEmbedBody():
                 spent = {"total_duration": round(1e9 * self.seconds), "load_duration": 0}
-                head = {"model": self._model, **spent, "prompt_eval_count": self.tokens}
+                head = {"model": self.model, **spent, "prompt_eval_count": self.tokens}
                 return f'{json.dumps(head)[:-1]}, "embeddings": [{rows}]}}'.encode()
             case OllamaEmbeddingsBody():
                 return f'{{"embedding": {rows or []}}}'.encode()
@@ -106,11 +105,7 @@ class VectorWriter(Writer):
         if body.return_documents:
             texts = _documents(body)
             results = [{**each, "document": {"text": texts[each["index"]]}} for each in results]
-        return {"object": "list", "model": self._model, "results": results, "usage": self._usage}
-
-    @property
-    def _model(self) -> str:
-        return self.body.model or self.service.model_name
+        return {"object": "list", "model": self.model, "results": results, "usage": self._usage}
 
     @property
     def _usage(self) -> Object:

@@ -245,7 +245,6 @@ class AttentionScorer:
         self._states.buffers.lengths[0] = length
 
     def _recurrent(self) -> list[Tensor]:
-        """Return the states and windows of all delta layers."""
         whole = self._states.recurrent
         return [] if whole is None else [whole.state, whole.window]
 
@@ -256,7 +255,6 @@ def _opening(template: ChatTemplate) -> str:
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Return how many tokens two texts begin with alike."""
     most = min(len(a), len(b))
     if a[:most] == b[:most]:  # a hundred times faster than to look for a difference
         return most

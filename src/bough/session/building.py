@@ -63,14 +63,12 @@ def build_engine(
 
 
 def mtp_model(block: MTPBlock, target: Target, plan: MemoryPlan) -> MTPModel:
-    """Return the target's MTP block with its state."""
     options = {"device": target.device, "dtype": ring_dtype(target.device.type)}
     buffers = mtp_buffers(target.spec, max_ctx=plan.max_ctx, slots=plan.sequences, **options)
     return MTPModel(block, target, buffers)
 
 
 def draft_model(draft: DFlashDraft, config: DraftConfig, target: Target, plan: MemoryPlan) -> DFlashModel:
-    """Return a draft with its state."""
     if config.shortlist is not None and isinstance(target, Decoder):
         target.limit_drafts(config.shortlist)
     options = {"device": target.device, "dtype": ring_dtype(target.device.type)}
@@ -83,7 +81,6 @@ def draft_model(draft: DFlashDraft, config: DraftConfig, target: Target, plan: M
 def small_model(
     model: Target, config: EngineConfig, target: Target, plan: MemoryPlan, costs: StepCosts
 ) -> SmallModel:
-    """Return a small model with its state."""
     assert config.draft is not None and config.speculation is not None
     options = {"max_ctx": plan.max_ctx, "texts": plan.sequences}
     states = small_states(model.spec, config.draft, **options, device=model.device, dtype=model.dtype)

@@ -13,16 +13,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """The next piece of reasoning; whole characters."""
-
     text: str
     logprobs: list["TokenLogprob"] | None = None  # of the tokens since the last piece, if requested
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """The next piece of the answer; whole characters."""
-
     text: str
     logprobs: list["TokenLogprob"] | None = None  # of the tokens since the last piece, if requested
 

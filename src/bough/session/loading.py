@@ -1,7 +1,7 @@
 """Loading: from a GGUF file and its draft to a session, within the memory that there is."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ from bough.compress.scorer import MixedScorer, Scorer
 from bough.compress.words import WordScorer
 from bough.config import DraftConfig, EngineConfig, SpecConfig
 from bough.engine.engine import Engine
-from bough.engine.runner import StepTimes
 from bough.engine.sequence import Limits
 from bough.errors import BadGGUF, UsageError
 from bough.gguf.reader import GGUFFile
@@ -158,7 +157,9 @@ def _loaded(
     if device.type == "cuda" and graphs and vectors is None:
         engine.warmup.capture(warming)
         times = engine.warmup.measure_steps()
-        costs.fill({rows: each.verify_s for rows, each in times.items()}, _draft_seconds(drafter, times))
+        whole_s = min((each.draft_s for each in times.values()), default=0.0)
+        draft_s = whole_s / drafter.passes if drafter.passes else 0.0
+        costs.fill({rows: each.verify_s for rows, each in times.items()}, draft_s)
         phases.end("capturing")
     elif device.type == "cpu" and config.speculation is not None:
         _measure(engine, costs, drafter)
@@ -185,9 +186,7 @@ def _check_speculation(config: EngineConfig) -> None:
     if speculation is None:
         return
     if not 1 <= speculation.budget < MAX_ROWS:
-        raise UsageError(
-            f"`budget` is {speculation.budget}, needed 1 to {MAX_ROWS - 1} nodes", param="budget"
-        )
+        raise UsageError(f"`budget` is {speculation.budget}, needed 1 to {MAX_ROWS - 1} nodes")
     if speculation.mtp == "on" and config.draft is not None and config.draft.head is not None:
         raise UsageError(
             "a Weaver head and the MTP block are to propose together: their paths are more than a tree takes",
@@ -198,7 +197,6 @@ def _check_speculation(config: EngineConfig) -> None:
         raise UsageError(
             "`chain` is set, and a draft and the MTP block are to propose: a chain has one proposer",
             "name one of them as `draft`",
-            param="chain",
         )
     if config.draft is not None and is_small_model(config.draft.path):
         _check_small_model(config.draft, speculation)
@@ -210,19 +208,16 @@ def _check_small_model(draft: DraftConfig, speculation: SpecConfig) -> None:
             f"`draft` is {draft.path.name}, a model, and the MTP block is to propose beside it: each depth of"
             " the tree costs a forward pass of the model, which the block does not make cheaper",
             "name one of them as `draft`; a draft made for the target is faster than both",
-            param="draft",
         )
     if draft.head is not None:
         raise UsageError(
             f"`draft` is {draft.path.name}, a model, and {draft.head.name} is a head over a draft",
             "leave the head away",
-            param="draft",
         )
     if draft.quant != "auto":
         raise UsageError(
             f"`draft_quant` is {draft.quant}, but {draft.path.name} is a model: it stays as it is",
             "leave it auto, or take a file of other types",
-            param="draft_quant",
         )
 
 
@@ -231,9 +226,7 @@ def _check_prefill(config: EngineConfig, device: torch.device) -> None:
         return
     if device.type == "cpu":
         raise UsageError(
-            "`prefill` is int8, which a GPU computes, but the model runs on a CPU",
-            "leave it exact",
-            param="prefill",
+            "`prefill` is int8, which a GPU computes, but the model runs on a CPU", "leave it exact"
         )
     capability = capability_of(device) or (8, 0)
     if capability < (8, 0):
@@ -241,7 +234,6 @@ def _check_prefill(config: EngineConfig, device: torch.device) -> None:
             f"`prefill` is int8, needed a card of compute capability 8.0, this one has {capability[0]}."
             f"{capability[1]}",
             "leave it exact",
-            param="prefill",
         )
 
 
@@ -391,7 +383,6 @@ def _drafter(
 def _headed(
     config: DraftConfig, file: GGUFFile, target: Target, plan: MemoryPlan, draft: DFlashModel
 ) -> DraftModel:
-    """Return the draft with the Weaver head that is named, if one is."""
     if config.head is None:
         return draft
     kind = target.device.type
@@ -439,12 +430,6 @@ def _measure(engine: Engine, costs: StepCosts, drafter: Drafter) -> None:
         costs.fill({rows: each.verify_cost for rows, each in engine.warmup.measure_steps().items()}, 0.0)
     if drafter.passes and not costs.draft_call():
         costs.fill({}, engine.warmup.measure_draft())
-
-
-def _draft_seconds(drafter: Drafter, times: Mapping[int, StepTimes]) -> float:
-    """Return what a forward pass of a draft call takes; 0 without a draft."""
-    draft_s = min((each.draft_s for each in times.values()), default=0.0)
-    return draft_s / drafter.passes if drafter.passes else 0.0
 
 
 def _computing(config: EngineConfig, plan: MemoryPlan, device: torch.device) -> str:

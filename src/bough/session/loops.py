@@ -1,5 +1,8 @@
 """LoopFinder: whether the last tokens repeat themselves, by their period. A function of the tokens alone."""
 
+from collections import Counter
+from collections.abc import Sequence
+
 import numpy as np
 
 LONGEST = 4096  # tokens of a period
@@ -7,6 +10,23 @@ LONGEST = 4096  # tokens of a period
 _REPEATED, _LEAST = 2, 32
 # Grids, tables and rulers repeat few tokens, and rightly: such a period has to go on for longer.
 _FEW, _LEAST_OF_FEW = 8, 256
+
+
+RUN, TIMES = 12, 3  # a whole output loops once an n-gram of RUN tokens occurs TIMES times
+
+
+def loop_start(tokens: Sequence[int]) -> int | None:
+    """Return the number of tokens after which the output loops (an n-gram's third occurrence), or None.
+
+    Acceptance after that point says nothing about real text.
+    """
+    seen: Counter[tuple[int, ...]] = Counter()
+    for end in range(RUN, len(tokens) + 1):
+        ngram = tuple(tokens[end - RUN : end])
+        seen[ngram] += 1
+        if seen[ngram] == TIMES:
+            return end
+    return None
 
 
 class LoopFinder:
@@ -45,7 +65,6 @@ class LoopFinder:
         self._count -= 1
 
     def commit(self) -> None:
-        """Keep the tokens for good."""
         self._before.clear()
 
     def _needed(self, period: int) -> int:

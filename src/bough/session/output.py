@@ -4,7 +4,7 @@ import secrets
 from collections.abc import Iterator, Sequence
 
 from bough.engine.sampler import TokenLogprob
-from bough.session.requests import Reasoning, SessionEvent, Text, ToolArguments, ToolCall
+from bough.session.events import Reasoning, SessionEvent, Text, ToolArguments, ToolCall
 from bough.text.output import Delta, OutputParser
 from bough.text.stops import LineStop, StopStrings
 from bough.text.stream import TextStream
@@ -60,7 +60,6 @@ class OutputStream:
         return self._stops.hit is not None or (self._lines is not None and self._lines.hit)
 
     def _rest(self) -> str:
-        """Return the text that was held back."""
         rest = self._stops.flush()
         return rest if self._lines is None else self._lines.push(rest) + self._lines.flush()
 

@@ -40,7 +40,6 @@ class NamedDraft:
             raise UsageError(
                 f"`draft` is {text}: the MTP block can stand beside a draft only",
                 f"auto{_BESIDE}, or the draft's path or repository before {_BESIDE}",
-                param="draft",
             )
         return cls(name, "on")
 

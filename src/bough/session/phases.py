@@ -4,14 +4,11 @@ import time
 
 
 class Phases:
-    """A stopwatch: each phase begins where the one before ended."""
-
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self._begin = time.perf_counter()
 
     def end(self, name: str) -> None:
-        """End a phase and name it."""
         now = time.perf_counter()
         self.seconds[name] = now - self._begin
         self._begin = now

@@ -41,7 +41,6 @@ class Pictures:
         return rows * columns // TOKEN**2
 
     def of(self, file: ImageFile) -> Picture:
-        """Return an image's pixels."""
         most = self._most(file)
         key = hashlib.sha256(most.to_bytes(4, "little") + file.data).digest()
         with self._lock:

@@ -195,7 +195,6 @@ class Prompts:
         return ids if self._tokenizer.bos_id is None else [self._tokenizer.bos_id, *ids]
 
     def output(self, request: TextRequest, prompt: Prompt) -> OutputStream:
-        """Return the stream that decodes the request's output tokens."""
         if request.messages is None:
             gap = request.infill
             lines = None if gap is None or not gap.ends_with_lines else LineStop(gap.line_s, gap.indent)
@@ -217,7 +216,6 @@ class Prompts:
         return OutputStream(stream, parser, request.stop, one_call=not request.parallel_tool_calls)
 
     def constraint(self, request: TextRequest, prompt: Prompt) -> TokenConstraint | None:
-        """Return the constraint on the request's output, None if it has none."""
         token = self._tokenizer.id_of
         answer, call = _start(self.grammar(request, prompt))
         reasoning = prompt.reasoning
@@ -303,7 +301,6 @@ def _start(compiled: CompiledGrammar | None) -> tuple[Matcher | None, Matcher | 
 
 
 def _positions(ids: list[int], indices: Iterable[int]) -> list[int]:
-    """Return where these ids are, without the first place; a list searches faster than a loop."""
     positions = []
     for id in indices:
         at = 0
@@ -314,7 +311,6 @@ def _positions(ids: list[int], indices: Iterable[int]) -> list[int]:
 
 
 def _continued(request: TextRequest, text: str) -> TextRequest:
-    """Return the request with more text of the user at its end."""
     if request.messages is None:
         return replace(request, prompt=f"{request.prompt}{text}")
     *before, last = request.messages or [{}]

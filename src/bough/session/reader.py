@@ -145,11 +145,12 @@ class RequestReader:
                 images=prompt.images,
             )
         room = self.max_ctx - len(prompt.ids) + 1
+        ends = frozenset() if request.ignore_eos else self.tokenizer.stop_ids
         return Request(
             prompt=prompt.ids,
             max_tokens=max(1, room) if request.max_tokens is None else request.max_tokens,
             sampling=request.sampling,
-            stop_ids=self._stop_ids(request),
+            stop_ids=request.stop_token_ids | ends,
             may_stop=may_stop,
             constraint=self._prompts.constraint(request, prompt),
             draft_budget=request.draft_budget,
@@ -157,6 +158,3 @@ class RequestReader:
             boundaries=prompt.boundaries,
             images=prompt.images,
         )
-
-    def _stop_ids(self, request: TextRequest) -> frozenset[int]:
-        return request.stop_token_ids | (frozenset() if request.ignore_eos else self.tokenizer.stop_ids)

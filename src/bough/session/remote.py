@@ -89,8 +89,6 @@ class RemoteEnd:
 
 
 class RemoteSession:
-    """One model of a server."""
-
     def __init__(
         self,
         http: httpx.Client,

@@ -5,44 +5,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from bough.compress.compressor import Compressed
-from bough.engine.events import Failed, Progress
 from bough.engine.images import PlacedPicture
-from bough.engine.sampler import SamplingParams, TokenLogprob
+from bough.engine.sampler import SamplingParams
 from bough.prefix_cache.boundaries import SnapshotKind
-from bough.session.events import (
-    Finished,
-    Reasoning,
-    SessionEvent,
-    Text,
-    ToolArguments,
-    ToolCall,
-    TreeStep,
-    Vector,
-)
 from bough.text.grammar import Grammar
 from bough.text.grammar_jobs import CompiledGrammar
 from bough.text.infill import Infill
 from bough.text.tools import Tool
-
-__all__ = [
-    "CompressOptions",
-    "Failed",
-    "Finished",
-    "Grammar",
-    "Infill",
-    "Progress",
-    "Prompt",
-    "Reasoning",
-    "SessionEvent",
-    "Text",
-    "TextRequest",
-    "TokenLogprob",
-    "ToolArguments",
-    "ToolCall",
-    "TreeStep",
-    "Vector",
-    "VectorOptions",
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +81,6 @@ class TextRequest:
 
     @property
     def constrained(self) -> bool:
-        """Return whether a grammar may have to be compiled for it."""
         if self.grammar is not None or self.allowed_tools is not None:
             return True
         functions = [tool.get("function", tool) for tool in self.tools or () if isinstance(tool, Mapping)]

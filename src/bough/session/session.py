@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from bough.engine.engine import Engine
-from bough.engine.events import Done, Event, Progress, Tokens, VerifiedTree
+from bough.engine.events import Done, Event, Failed, Progress, Tokens, VerifiedTree
 from bough.engine.sampler import TokenLogprob
 from bough.engine.sequence import Sequence
 from bough.engine.stats import RequestStats
@@ -18,18 +18,10 @@ from bough.images.opening import ImageLimits
 from bough.memory.planner import MemoryPlan
 from bough.session.compression import Compression
 from bough.session.constraint import TokenConstraint
+from bough.session.events import Finished, Reasoning, SessionEvent, Text, TreeStep
 from bough.session.output import OutputStream
 from bough.session.reader import RequestReader
-from bough.session.requests import (
-    Failed,
-    Finished,
-    Prompt,
-    Reasoning,
-    SessionEvent,
-    Text,
-    TextRequest,
-    TreeStep,
-)
+from bough.session.requests import Prompt, TextRequest
 from bough.session.vectors import VectorGeneration, Vectors
 from bough.text.template import ChatTemplate
 from bough.text.tokenizer import Tokenizer
@@ -104,12 +96,10 @@ class Session(RequestReader):
 
     @property
     def idle(self) -> bool:
-        """Return whether `step` has nothing to do."""
         return self.engine.idle and not self._undelivered and not self._vectors
 
     @property
     def amid_chunk(self) -> bool:
-        """Return whether a part of a prompt is being processed between steps."""
         return self.engine.amid_chunk
 
     def use_idle_time(self) -> bool:

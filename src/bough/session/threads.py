@@ -20,9 +20,7 @@ def checked_threads(threads: int | None) -> int | None:
     """Return the setting; raise for more threads than there are CPUs."""
     cpus = len(_own_cpus())
     if threads is not None and not 1 <= threads <= cpus:
-        raise UsageError(
-            f"`threads` is {threads}, needed 1 to {cpus}, the CPUs of this process", param="threads"
-        )
+        raise UsageError(f"`threads` is {threads}, needed 1 to {cpus}, the CPUs of this process")
     return threads
 
 

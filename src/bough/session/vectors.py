@@ -11,6 +11,7 @@ from torch import Tensor
 
 from bough.config import CompressConfig, EngineConfig
 from bough.engine.engine import Engine
+from bough.engine.events import Failed
 from bough.engine.stats import RequestStats
 from bough.errors import ModelFileError
 from bough.gguf.quants import dequantise
@@ -18,7 +19,8 @@ from bough.gguf.reader import GGUFFile
 from bough.kernels.runtime.device import on_device
 from bough.models.pooling import CLASSIFIER, Pooling, VectorSpec
 from bough.models.step import Step
-from bough.session.requests import Failed, Finished, SessionEvent, TextRequest, Vector
+from bough.session.events import Finished, SessionEvent, Vector
+from bough.session.requests import TextRequest
 from bough.text.tokenizer import Tokenizer
 
 

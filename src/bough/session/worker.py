@@ -15,9 +15,11 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Protocol
 
+from bough.engine.events import Failed
 from bough.errors import BoughError, QueueFull, ResourceError, Unavailable
+from bough.session.events import Finished, Progress, SessionEvent
 from bough.session.reader import RequestReader
-from bough.session.requests import Failed, Finished, Progress, SessionEvent, TextRequest
+from bough.session.requests import TextRequest
 from bough.session.session import Session
 
 log = logging.getLogger(__name__)
@@ -52,7 +54,7 @@ class Job:
     """Requests that occupy one position in the queue and run side by side as far as there is room."""
 
     def __init__(self, requests: Sequence[TextRequest], label: str, dequeue: Callable[["Job"], None]):
-        self.requests = [replace(request, cancelled=self._is_cancelled) for request in requests]
+        self.requests = [replace(request, cancelled=lambda: self._cancelled) for request in requests]
         self.label = label
         self.ahead = 0  # jobs before this one when it was queued
         self.progress: Progress | None = None
@@ -114,9 +116,6 @@ class Job:
         """Return whether it runs only while there is nothing else to do, beside the others."""
         return self.requests[0].prefill_for_s is not None
 
-    def _is_cancelled(self) -> bool:
-        return self._cancelled
-
     def put(self, index: int, event: SessionEvent) -> None:
         """Add an event; `wake` then tells the readers of all jobs that have new ones."""
         if isinstance(event, Progress):
@@ -146,8 +145,6 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    """A request that was handed to the session."""
-
     job: Job
     index: int
     started: float
@@ -246,7 +243,6 @@ class EngineWorker:
 
     @property
     def session(self) -> Session:
-        """Return the session; raise Unavailable unless it is ready."""
         if self._session is not None and self.state is State.ready:
             return self._session
         if self.state is State.failed:
@@ -259,22 +255,18 @@ class EngineWorker:
 
     @property
     def waiting(self) -> int:
-        """Jobs in the queue, and requests that wait for memory."""
         return len(self._waiting) + len(self._prefills) + max(0, len(self._running) - self.running)
 
     @property
     def running(self) -> int:
-        """Requests that are being processed."""
         session, begun = self._session, len(self._running)
         return min(begun, session.running) if session is not None else 0
 
     @property
     def busy(self) -> bool:
-        """Return whether a job has not ended; asked in the loop that submits them."""
         return any(not job.ended for job in self._submitted)
 
     def check_room(self, *, prefill_only: bool = False) -> None:
-        """Raise Unavailable unless a job could be queued."""
         _ = self.session
         if self._refuses:
             raise stopping()
@@ -290,7 +282,6 @@ class EngineWorker:
             )
 
     def submit(self, *requests: TextRequest, label: str = "") -> Job:
-        """Queue the requests as one job; call this in the loop that reads its events."""
         with self._changed:
             job = Job(requests, label, self._drop)
             self.check_room(prefill_only=job.prefill_only)

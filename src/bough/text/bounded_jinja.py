@@ -333,10 +333,6 @@ def _text(weight: int) -> Charge:
     return lambda budget, value, *_rest, **_options: budget.read(value, weight)
 
 
-def _deep(budget: Budget, value: Any, *_rest: Any, **_options: Any) -> None:
-    budget.read(value, 4)
-
-
 def _json(
     budget: Budget,
     value: Any,
@@ -439,7 +435,7 @@ _FILTERS: Mapping[str, Charge] = {
     **dict.fromkeys(("string", "safe", "trim"), _text(1)),
     **dict.fromkeys(("capitalize", "e", "escape", "forceescape", "lower"), _text(8)),
     **dict.fromkeys(("truncate", "upper", "urlencode"), _text(8)),
-    **dict.fromkeys(("dictsort", "groupby", "max", "min", "sort", "unique"), _deep),
+    **dict.fromkeys(("dictsort", "groupby", "max", "min", "sort", "unique"), _text(4)),
     **dict.fromkeys(("batch", "list", "reverse", "slice"), _shallow),
     "center": _padded,
     "format": _formatted,

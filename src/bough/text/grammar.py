@@ -76,8 +76,6 @@ class Matcher:
 
 
 class Vocabulary(Protocol):
-    """The part of `Tokenizer` that grammars need."""
-
     @property
     def vocab_size(self) -> int: ...
     @property
@@ -124,7 +122,6 @@ class GrammarCompiler:
         self._compiled(self._source(grammar), grammar.kind)
 
     def warm(self) -> None:
-        """Build the tables, if they are not there."""
         with self._building:
             _ = self._library
 
@@ -204,8 +201,6 @@ class GrammarCompiler:
 
 
 class _Tokens:
-    """The tokenizer interface of llguidance."""
-
     is_tokenizer_wrapper = True
     bos_token_id = None
 
@@ -231,7 +226,6 @@ def _reason(state: Any) -> str:
 
 
 def _either(calls: str, answer: str) -> str:
-    """Return the grammar of tool calls or of an answer."""
     start = {"lark_grammar": "start: @calls | @answer"}
     parts = [{**_part(calls), "name": "calls"}, {**_part(answer), "name": "answer"}]
     return json.dumps({"grammars": [start, *parts]}, ensure_ascii=False)

@@ -104,8 +104,6 @@ class GrammarProcesses:
 
 
 class _Process:
-    """A process as its owner sees it."""
-
     def __init__(self) -> None:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         command = [sys.executable, "-m", "bough.text.grammar_process"]
@@ -124,7 +122,6 @@ class _Process:
         self._begun = self._ready = False
 
     def begin(self, vocabulary: bytes) -> None:
-        """Have the process build its tables, if it does not yet."""
         if not self._begun:
             self._begun = True
             pipes = (self._process.stdin, self._process.stdout, vocabulary, self._replies)

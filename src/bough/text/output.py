@@ -150,7 +150,6 @@ class OutputParser:
         return bool(text) and not self.calls_begun and not begins
 
     def _call(self, final: bool) -> bool:
-        """Parse the opening tag of a possible call."""
         held = self._held.lstrip()
         text = held.removeprefix(tags.OPEN).lstrip()
         if text.startswith("{"):
@@ -172,7 +171,6 @@ class OutputParser:
         return True
 
     def _parameters(self, final: bool) -> bool:
-        """Parse what lies between the arguments of a call."""
         text = self._held.lstrip()
         key, mark, rest = text.removeprefix(tags.PARAMETER).partition(">")
         if text.startswith(tags.PARAMETER) and "\n" not in key and len(key) <= _MAX_NAME:
@@ -207,7 +205,7 @@ class OutputParser:
         end, after = _value_end(self._held, final)
         if after is None:
             return False
-        text = _framed(self._held[:end])
+        text = self._held[:end].removeprefix("\n").removesuffix("\n")
         self._emit_value(json_text(typed(text, schema)))
         self._held = self._held[after:]
         self._state = self._parameters
@@ -337,10 +335,6 @@ def _value_end(text: str, final: bool) -> tuple[int, int | None]:
 def _unbroken(text: str, end: int) -> int:
     """Return `end`, or the index before the preceding line break, which would belong to the tag."""
     return end - 1 if text[:end].endswith("\n") else end
-
-
-def _framed(text: str) -> str:
-    return text.removeprefix("\n").removesuffix("\n")
 
 
 def _json_object(call: Any) -> tuple[str, str] | None:

@@ -5,8 +5,6 @@ from collections.abc import Callable, Sequence
 
 
 class TextStream:
-    """The concatenated pieces are the text of all ids pushed; `piece` returns the bytes of a token."""
-
     def __init__(self, piece: Callable[[int], bytes]):
         self._piece = piece
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")

@@ -230,7 +230,8 @@ class ChatTemplate:
         opening = self._opening(
             [*conversation[:leading], {"role": "user", "content": "\x00"}], variables, attempt
         )
-        common = _common_length(text, opening)
+        shorter = range(min(len(text), len(opening)))
+        common = bisect_left(shorter, True, key=lambda i: text[: i + 1] != opening[: i + 1])
         head = max((match.start() for match in self._controls.finditer(text, 0, common)), default=common)
         users = [count for count, turn in enumerate(conversation, 1) if turn["role"] == "user"]
         until_user = attempt(conversation[: users[-1]]) if users else ""
@@ -410,7 +411,3 @@ def _without_marks(marked: str) -> tuple[str, list[tuple[int, int]]]:
             pieces.append(piece)
             length += len(piece)
     return "".join(pieces), spans
-
-
-def _common_length(a: str, b: str) -> int:
-    return bisect_left(range(min(len(a), len(b))), True, key=lambda i: a[: i + 1] != b[: i + 1])

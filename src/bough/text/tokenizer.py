@@ -138,7 +138,6 @@ class Tokenizer:
 
     @cached_property
     def longest_token(self) -> int:
-        """Return the bytes of the longest token."""
         return max(len(self.token_bytes(id)) for id in range(self.vocab_size))
 
     def encode(
@@ -227,7 +226,6 @@ class Tokenizer:
         return self._types[id] in NON_TEXT
 
     def stream(self, *, skip_special: bool = True) -> TextStream:
-        """Return a new incremental detokeniser."""
         return TextStream(self._visible_bytes if skip_special else self.token_bytes)
 
     def _is_special(self, id: int) -> bool:
@@ -251,8 +249,6 @@ class Tokenizer:
 
 
 class _Reader:
-    """Reads and checks the tokenizer metadata of one file."""
-
     def __init__(self, metadata: Mapping[str, Any], source: str):
         self.metadata = metadata
         self.source = source
@@ -411,7 +407,6 @@ def _matches(
 
 
 def _pieces(text: str, cuts: re.Pattern[str] | None) -> Iterator[tuple[str, bool]]:
-    """Yield parts of a text that are encoded as the whole is, and whether more of it follows."""
     start = 0
     while start < len(text):
         end = _cut(text, start + PIECE, cuts) if cuts is not None else len(text)

@@ -229,7 +229,6 @@ def _json(schema: Mapping[str, Any], tool: Tool) -> str:
 
 
 def _choices(schema: Mapping[str, Any]) -> list[Any]:
-    """Return the values that a schema enumerates."""
     return _list(schema, "enum") or ([schema["const"]] if "const" in schema else [])
 
 

@@ -16,7 +16,7 @@ def vocabulary_gap(target: Mapping[str, Any], draft: Mapping[str, Any]) -> str |
     kinds = [_text(metadata, "model") for metadata in (target, draft)]
     if kinds[0] != kinds[1]:
         return f"its tokenizer is {kinds[1]}, the target's {kinds[0]}"
-    for name, adds in (("bos", _adds_bos), ("eos", _adds_eos)):
+    for name, adds in (("bos", _adds_bos), ("eos", lambda metadata: metadata.get(f"{KEY}add_eos_token"))):
         marks = [
             metadata.get(f"{KEY}{name}_token_id") if adds(metadata) else None for metadata in (target, draft)
         ]
@@ -50,7 +50,3 @@ def _adds_bos(metadata: Mapping[str, Any]) -> bool:
     rule = WORD_RULES.get(_text(metadata, "pre"))
     usual = _text(metadata, "model") == "llama" or (rule is not None and rule.adds_bos)
     return bool(metadata.get(f"{KEY}add_bos_token", usual))
-
-
-def _adds_eos(metadata: Mapping[str, Any]) -> bool:
-    return bool(metadata.get(f"{KEY}add_eos_token", False))

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from bough.engine.sampler import SamplingParams
 from bough.errors import BoughError, UsageError
+from bough.session.loops import loop_start
 from bough.train.draft_target import TrainingTarget
 from bough.train.files import read_json, write_json
 from bough.train.generation import Asked, generate_batch, many_engine
@@ -31,8 +32,6 @@ _SHARD = {"cuda": 2048, "cpu": 64}
 _SHARD_SECONDS = 60.0
 _MIN_OUTPUT = 2  # tokens: an anchor and a label
 _PADDING = 64  # batch lengths are rounded up to multiples of it, so that few shapes occur
-# An output is cut where an n-gram of this many tokens occurs for the third time: it is looping.
-_LOOP, _LOOP_TIMES = 12, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,12 +218,8 @@ class _ShardWriter:
 
 def _finished(output: list[int], end: int | None) -> list[int]:
     """Return the output cut where it starts to loop, otherwise with the token that ended it, if any."""
-    seen: dict[tuple[int, ...], int] = {}
-    for start in range(len(output) - _LOOP + 1):
-        ngram = tuple(output[start : start + _LOOP])
-        seen[ngram] = seen.get(ngram, 0) + 1
-        if seen[ngram] == _LOOP_TIMES:
-            return output[: start + _LOOP]
+    if (loop := loop_start(output)) is not None:
+        return output[:loop]
     return output if end is None else [*output, end]
 
 
@@ -277,7 +272,6 @@ class TokenData:
 
     @classmethod
     def load(cls, path: Path, *, vocabulary: int, length: int) -> "TokenData":
-        """Load a folder's shards, or one file; texts are cut to `length` and need an output within it."""
         files = shard_files(path) if path.is_dir() else [path]
         if not files or not files[0].exists():
             raise UsageError(f"{path} holds no tokens-*.npz", "set `prompts` to generate them")

@@ -103,8 +103,6 @@ CandidateLogits = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Readout:
-    """What a model makes of its blocks' rows."""
-
     norm: Callable[[Tensor], Tensor]  # rows of the target's head follow
     candidates: int = 0  # of a position that are scored after the token before them
     logits: CandidateLogits | None = None

@@ -64,8 +64,6 @@ _PROMPTS, _OUTPUT = 8, 128  # held-out prompts decoded in the engine, and tokens
 
 @dataclass(slots=True)
 class _RunState:
-    """The position in the run, stored in checkpoints."""
-
     step: int = 0
     elapsed: float = 0.0  # seconds, over all resumed runs
     epoch: int = 0
@@ -164,7 +162,6 @@ class Trainer:
         return Head.of(self._frozen.head, torch.from_numpy(np.sort(np.concatenate([used, more]))))
 
     def run(self) -> TrainingResult:
-        """Train until the schedule ends or the run is cancelled, and return the result."""
         self._ranks.wait()
         if self._state.step == 0 and self._ranks.first:
             self._state.untrained = self._untrained()
@@ -256,7 +253,6 @@ class Trainer:
         return tally, sound
 
     def _share(self) -> float:
-        """Return the completed share of the run."""
         config, state = self._config, self._state
         if config.minutes is not None:
             return min(1.0, state.elapsed / (60 * config.minutes))
@@ -364,7 +360,6 @@ class Trainer:
                 )
 
     def _save(self) -> None:
-        """Write a checkpoint atomically."""
         if not self._ranks.first:
             return
         state = {
@@ -405,7 +400,6 @@ class Trainer:
             return measure(self._target, path, self._prompts()[:2], max_tokens=32).acceptance
 
     def _prompts(self) -> list[list[int]]:
-        """Return held-out prompts, each once."""
         data = self._data
         first = {int(data.prompts[number]): int(number) for number in self._held_out[::-1]}
         numbers = list(first.values())[:_PROMPTS]

@@ -110,7 +110,6 @@ class TrainedMTP(nn.Module):
         return []
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the weights under their names in the target's file."""
         block = f"blk.{len(self._target.layers)}"
         return {f"{block}.{name}.weight": self._weight(name).detach() for name in self._names}
 

@@ -52,7 +52,6 @@ class Muon(torch.optim.Optimizer):
                     parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-size)
 
     def _momentum(self, parameter: Tensor) -> Tensor:
-        """Return the gradient with Nesterov momentum."""
         state, gradient = self.state[parameter], parameter.grad
         assert gradient is not None
         if "momentum" not in state:

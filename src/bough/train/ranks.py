@@ -35,7 +35,6 @@ class Ranks:
         return self.rank == 0
 
     def wait(self) -> None:
-        """Wait until all ranks arrive."""
         if self.count > 1:
             distributed.barrier()
 
@@ -56,7 +55,6 @@ class Ranks:
         return bool(shared)
 
     def average(self, tensors: Iterable[Tensor]) -> None:
-        """Average the tensors over all ranks, in place."""
         if self.count == 1:
             return
         tensors = list(tensors)

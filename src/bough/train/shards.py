@@ -23,8 +23,6 @@ Job = tuple[int, int]  # number of the prompt, index of the temperature
 
 @dataclass(frozen=True, slots=True)
 class ShardText:
-    """A prompt and its output."""
-
     prompt: int  # its number
     temperature: int  # index of the temperature
     tokens: list[int]
@@ -45,7 +43,6 @@ class Shard:
     skipped: np.ndarray  # [n, 2] jobs whose outputs were too short to keep
 
     def texts(self) -> Iterator[tuple[np.ndarray, int, int]]:
-        """Yield the tokens, the boundary and the prompt's number of each text."""
         parts = np.split(self.tokens, np.cumsum(self.lengths)[:-1]) if len(self.lengths) else []
         yield from zip(parts, self.boundaries.tolist(), self.prompts.tolist(), strict=True)
 
@@ -74,7 +71,6 @@ def write_shard(path: Path, texts: Sequence[ShardText], skipped: Iterable[Job] =
 
 
 def read_shard(path: Path, *, vocabulary: int | None = None) -> Shard:
-    """Read a shard and check it, its tokens against the vocabulary if there is one."""
     try:
         raw = lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()
         with np.load(io.BytesIO(raw), allow_pickle=False) as file:

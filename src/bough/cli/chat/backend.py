@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Union
 from bough.cli import report
 from bough.cli.chat.conversation import OPTIONS, ChatSettings
 from bough.cli.loading import summary
+from bough.config import EngineConfig
 from bough.errors import UsageError
 from bough.session.events import Finished, Progress, Reasoning, Text
 
@@ -29,16 +30,13 @@ Event = Progress | Reasoning | Text | ReplyEnd
 class LocalBackend:
     breakable = False  # whether a reply may be abandoned at any moment, without a request to stop
 
-    def __init__(self, session: "Session", *, name: str, speculating: bool, drafted: bool):
-        """Answer with a loaded session. speculating: the engine proposes tokens; drafted: it has a draft."""
-        self.name = name
-        self._session = session
-        self._speculating = speculating
-        self._drafted = drafted
+    def __init__(self, session: "Session", config: EngineConfig, *, name: str):
+        self.name, self._session, self._config = name, session, config
+        self._speculating = config.speculation is not None
 
     @property
     def about(self) -> str:
-        return summary(self._session, drafted=self._drafted, speculating=self._speculating)
+        return summary(self._session, self._config)
 
     @property
     def sees(self) -> bool:

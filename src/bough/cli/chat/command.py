@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bough.cli import speculation, view
-from bough.cli.completion import model_names
-from bough.cli.loading import choose, engine_config, with_scorer
+from bough.cli.loading import Choice, choose
 from bough.cli.loading import load as load_session
 from bough.cli.options import (
     MODEL_HELP,
     EngineOptions,
-    KVCacheOptions,
+    ModelName,
     Only,
     Quiet,
     SpeculationOptions,
@@ -26,8 +25,7 @@ from bough.cli.options import (
     panel,
 )
 from bough.cli.sampling import FILTERS_AND_PENALTIES, SamplingOptions
-from bough.cli.speculation import Chosen, Speculation
-from bough.config import EngineConfig, environment
+from bough.config import environment
 from bough.errors import UsageError
 
 if TYPE_CHECKING:
@@ -38,11 +36,7 @@ _server, _prompt, _sampling = panel("Server"), panel("Prompt"), panel("Sampling"
 
 ChatModel = Annotated[
     str | None,
-    typer.Argument(
-        metavar="MODEL",
-        help=f"{MODEL_HELP}; else BOUGH_MODEL. With --url: the name of a model on the server.",
-        autocompletion=model_names,
-    ),
+    ModelName(help=f"{MODEL_HELP}; else BOUGH_MODEL. With --url: the name of a model on the server."),
 ]
 
 
@@ -78,7 +72,6 @@ def chat(
     sampling: ChatSamplingOptions,
     speculating: SpeculationOptions,
     engine: EngineOptions,
-    cache: KVCacheOptions,
     quiet: Quiet = False,
 ) -> None:
     """Talk with a model.
@@ -93,38 +86,33 @@ def chat(
     screen = view.Screen(quiet=quiet)
     speculation.check(speculating)
     sampling.check(screen, system=beginning.system)
-    conversation, settings = _begin(beginning, sampling)
-    config = engine.config(cache)
+    engine.config()  # refuses what contradicts itself, before anything is fetched
     models: ModelSource
     if remote.url is not None:
-        check_remote(engine, cache)
+        check_remote(engine)
         speculation.check_remote(speculating)
         models = remote_models(remote.url, remote.api_key or environment().api_key, screen)
     else:
-        config = with_scorer(config, engine, screen)
-        models = local_models(
-            speculating, config, think=beginning.think, offline=engine.offline, screen=screen
-        )
-    converse(models, model or None, conversation, settings, screen=screen, quiet=quiet, path=beginning.load)
+        models = local_models(speculating, engine, think=beginning.think, screen=screen)
+    converse(models, model or None, beginning, sampling, screen=screen)
 
 
 def converse(
     models: "ModelSource",
     model: str | None,
-    conversation: "Conversation",
-    settings: "ChatSettings",
+    beginning: ConversationOptions,
+    sampling: SamplingOptions,
     *,
     screen: view.Screen,
-    quiet: bool,
-    path: Path | None = None,
 ) -> None:
-    """Load a model and hold a conversation with it. path: the file that the conversation is from."""
+    """Load a model and hold a conversation with it."""
     from bough.cli.chat.loop import Chat
 
+    conversation, settings = _begin(beginning, sampling)
     load = models(model)
     backend = load()
     backend.check(settings)
-    chat = Chat(backend, conversation, settings, screen=screen, quiet=quiet, path=path)
+    chat = Chat(backend, conversation, settings, screen=screen, path=beginning.load)
     chat.models, chat.reload = models, load
     if code := chat.run():
         raise typer.Exit(code)
@@ -151,8 +139,6 @@ def _begin(options: ConversationOptions, sampling: SamplingOptions) -> "tuple[Co
 
 
 def remote_models(url: str, key: str | None, screen: view.Screen) -> "ModelSource":
-    """Return the models of a server."""
-
     def connect(name: str | None) -> "Backend":
         from bough.cli.chat.remote import RemoteBackend
         from bough.session.remote import RemoteSession
@@ -165,28 +151,23 @@ def remote_models(url: str, key: str | None, screen: view.Screen) -> "ModelSourc
 
 def local_models(
     options: SpeculationOptions,
-    config: EngineConfig,
+    engine: EngineOptions,
     *,
     think: bool | None,
-    offline: bool,
     screen: view.Screen,
 ) -> "ModelSource":
     """Return models that are loaded here, all with the same options; one that is not here is fetched."""
 
     def find(name: str | None) -> "Callable[[], Backend]":
-        return partial(load, *choose(name, options, think=think, offline=offline, screen=screen))
+        return partial(load, choose(name, options, engine, screen, think=think))
 
-    def load(target: Chosen, proposing: Speculation) -> "Backend":
+    def load(choice: Choice) -> "Backend":
         from bough.cli.chat.backend import LocalBackend
 
-        session = load_session(target.path, engine_config(config, proposing), screen)
-        if proposing.note:
-            screen.note(proposing.note)
-        return LocalBackend(
-            session,
-            name=target.card.title if target.card else target.path.stem,
-            speculating=proposing.config is not None,
-            drafted=proposing.draft is not None,
-        )
+        session = load_session(choice.target.path, choice.engine, screen)
+        if choice.note:
+            screen.note(choice.note)
+        card = choice.target.card
+        return LocalBackend(session, choice.engine, name=card.title if card else choice.target.path.stem)
 
     return find

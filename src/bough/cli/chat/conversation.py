@@ -22,8 +22,6 @@ ROLES = ("user", "assistant")
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A setting that is a number."""
-
     kind: type[int] | type[float]
     low: float
     high: float
@@ -135,7 +133,6 @@ class Message:
         return {**message} | {k: v for k, v in extra.items() if v}
 
     def request(self) -> dict[str, Any]:
-        """Return the message in OpenAI's format."""
         images = [{"type": "image", "image": each} for each in self.images]
         parts = [*images, {"type": "text", "text": self.content}]
         return {"role": self.role, "content": parts if images else self.content}
@@ -148,7 +145,6 @@ class Conversation:
     model: str = field(default="", compare=False)  # that wrote the replies, where a file says so
 
     def request(self) -> list[dict[str, Any]]:
-        """Return the messages in OpenAI's format."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         return system + [each.request() for each in self.messages]
 
@@ -161,7 +157,6 @@ class Conversation:
         return None
 
     def take_reply(self) -> Message | None:
-        """Remove and return the last reply."""
         if self.messages and self.messages[-1].role == "assistant":
             return self.messages.pop()
         return None

@@ -46,7 +46,6 @@ class Chat:
         settings: ChatSettings,
         *,
         screen: view.Screen,
-        quiet: bool = False,
         path: Path | None = None,
     ):
         """Hold a conversation; path: the file it was loaded from."""
@@ -59,7 +58,6 @@ class Chat:
         self.path = path  # where it was last saved or loaded
         self.ended: ReplyEnd | None = None
         self._last: LastReply | None = None
-        self._quiet = quiet
         self._terminal = on_terminal()
         self._exit_code = 0
         self.models: ModelSource | None = None  # for /model
@@ -70,7 +68,6 @@ class Chat:
         return bool(self.conversation.messages) and self.conversation.messages[-1].role == "assistant"
 
     def run(self) -> int:
-        """Run until the user leaves; return the exit code."""
         source: Lines | Keyboard = Lines()
         if self._terminal:
             source = Keyboard(history_file(), slash_commands.complete)
@@ -217,13 +214,11 @@ class Chat:
         return int(self.settings.values.get("seed", secrets.randbits(32)))
 
     def _other_seed(self, last: LastReply | None) -> int:
-        """Return a seed for another reply; one that was set is counted up."""
         return (last.seed + 1) % 2**64 if last and "seed" in self.settings.values else self._seed()
 
     def _answer(self, seed: int, warmth: int = 0) -> None:
-        """Stream a reply and append it to the conversation, incomplete if it was interrupted."""
         settings = replace(self.settings, values={**self.settings.values, **WARMER[warmth]})
-        reply = TerminalReply() if self._terminal else PlainReply(quiet=self._quiet)
+        reply = TerminalReply() if self._terminal else PlainReply(quiet=self.screen.quiet)
         stop = Interrupt(patience_s=0 if self.backend.breakable else None)
         received, ended = GeneratedOutput(), None
         failure: BoughError | None = None
@@ -252,7 +247,6 @@ class Chat:
             raise KeyboardInterrupt
 
     def _keep(self, received: GeneratedOutput, ended: ReplyEnd | None, seed: int, *, whole: bool) -> None:
-        """Append a reply to the conversation unless it is empty and incomplete."""
         if not whole and not received.text.strip():
             return
         message = Message("assistant", received.text, received.reasoning, stopped=not whole)
@@ -271,7 +265,6 @@ class Chat:
             self.screen.notice(note)
 
     def _loaded(self, path: Path) -> None:
-        """Show the last exchange of a loaded conversation."""
         count = len(self.conversation.messages)
         self.screen.note(f"{count} message{'s' * (count != 1)} from {path}.")
         model = self.conversation.model

@@ -37,7 +37,6 @@ def parse(source: str) -> SyntaxTreeNode:
 
 
 def render(source: str, width: int) -> list[Text]:
-    """Return the rows of a text, with an empty row between blocks."""
     return blocks(parse(source).children, width)
 
 
@@ -118,7 +117,6 @@ def _list(node: SyntaxTreeNode, width: int) -> Iterator[Text]:
 
 
 def mark(node: SyntaxTreeNode, index: int) -> str:
-    """Return the mark before an item of a list."""
     return "• " if node.type == "bullet_list" else f"{start(node) + index}. "
 
 

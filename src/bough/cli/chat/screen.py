@@ -194,8 +194,6 @@ class TerminalReply:
 
 
 class PlainReply:
-    """Writes the answer to standard output and the reasoning to standard error."""
-
     def __init__(self, *, quiet: bool):
         self._answer = view.ShownAnswer(shown=True)
         self._quiet = quiet

@@ -90,10 +90,6 @@ def _clear(chat: "Chat", argument: str) -> None:
     chat.screen.note(f"A new conversation.{stays}")
 
 
-def _regen(chat: "Chat", argument: str) -> None:
-    chat.regenerate()
-
-
 def _undo(chat: "Chat", argument: str) -> None:
     message = chat.conversation.undo()
     if message is None:
@@ -299,7 +295,6 @@ def _path(text: str) -> Path:
 
 
 def _unused_path() -> Path:
-    """Return the name of a file for today that does not exist."""
     names = (f"chat-{date.today()}{f'-{number}' if number else ''}.json" for number in count())
     return next(path for path in map(Path, names) if not path.exists())
 
@@ -316,7 +311,7 @@ def _messages(count: int) -> str:
 COMMANDS: Mapping[str, SlashCommand] = {
     "help": SlashCommand("/help", "this page", _help),
     "clear": SlashCommand("/clear", "begin a new conversation", _clear),
-    "regen": SlashCommand("/regen", "answer the last message again", _regen),
+    "regen": SlashCommand("/regen", "answer the last message again", lambda chat, _: chat.regenerate()),
     "undo": SlashCommand("/undo", "remove the last message and its answer", _undo),
     "system": SlashCommand(
         "/system [TEXT|none]", "show or set the instructions before all messages", _system, ("none",)
