@@ -142,7 +142,7 @@ class Drafter(Protocol):
 
     @property
     def passes(self) -> float:
-        """Return how many forward passes the last draft call made; 0: there is no draft to call."""
+        """Return how many forward passes the draft call makes that is measured; 0: there is no draft."""
         ...
 
     def bind(self, rank: Rank) -> list[CapturedFunction]:

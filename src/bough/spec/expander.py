@@ -2,7 +2,7 @@
 
 An expansion is a node whose children were scored. Each round expands a few nodes at once: the end of the path
 of best children, and the likeliest others. So after n rounds the n likeliest nodes, at least, are expanded.
-Without `Limits` no number is read back: the growth can be a part of a CUDA graph.
+Without `GrowthLimits` no number is read back: the growth can be a part of a CUDA graph.
 """
 
 import math
@@ -48,7 +48,7 @@ class Growth:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class GrowthLimits:
     """Where growth ends before that, and rounds are narrower: read on the host, so on a CPU alone."""
 
     least: float  # probability of the likeliest node that a round is made for,
@@ -67,7 +67,9 @@ class Limits:
 class Expander:
     """One growth: the expansions so far [S, E], and their children [S, E * c]."""
 
-    def __init__(self, anchors: Tensor, scorer: PathScorer, growth: Growth, limits: Limits | None = None):
+    def __init__(
+        self, anchors: Tensor, scorer: PathScorer, growth: Growth, limits: GrowthLimits | None = None
+    ):
         """anchors [S]: tokens of the roots."""
         self._scorer, self._growth, self._limits = scorer, growth, limits
         tokens = anchors[:, None]

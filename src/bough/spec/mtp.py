@@ -66,7 +66,7 @@ class MTPModel(WaitingFeatures):
         self, anchors: Tensor, slots: Tensor, rank: Rank, count: int, chains: Tensor | None = None
     ) -> Proposal:
         """Return the likeliest paths after the anchors [S]."""
-        scorer = _PathScores(self, anchors, slots, rank, count)
+        scorer = _BlockScores(self, anchors, slots, rank, count)
         return Expander(anchors, scorer, Growth(STEPS - 1, min(BEAMS, count), _DEPTH)).proposal()
 
     def save(self, slot: int) -> SavedRings:
@@ -82,7 +82,7 @@ class MTPModel(WaitingFeatures):
         self._waiting[slot] = []
 
 
-class _PathScores:
+class _BlockScores:
     """A `PathScorer`: the block, with what it computed of one call's expansions."""
 
     def __init__(self, model: MTPModel, anchors: Tensor, slots: Tensor, rank: Rank, count: int):

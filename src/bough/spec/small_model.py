@@ -19,7 +19,7 @@ from bough.models.step import Step, padded_rows
 from bough.spec.costs import StepCosts
 from bough.spec.draft_model import NoDraftModel
 from bough.spec.drafter import Rank
-from bough.spec.expander import Expander, Growth, Limits, Nodes
+from bough.spec.expander import Expander, Growth, GrowthLimits, Nodes
 from bough.spec.tree import Proposal
 from bough.state.graphs import StagedNumbers
 from bough.state.sequences import PAGE, CacheConfig, SequenceStates
@@ -226,17 +226,17 @@ class SmallModel(NoDraftModel):
         own = self._staged.buffer[slots, 0]
         return own != self._spare, self._states.buffers.lengths[own]
 
-    def _limits(self) -> Limits:
+    def _limits(self) -> GrowthLimits:
         """Return the least probability that a pass is made for, and that of rows beside: by what they cost.
 
         A token that is accepted saves at most a plain step.
         """
         if self._costs is None:
-            return Limits(1e-9, 1e-9, self._budget, SMALL_ROWS)
+            return GrowthLimits(1e-9, 1e-9, self._budget, SMALL_ROWS)
         plain = self._costs.of(1)
         row = max(0.0, self._costs.of(4) - plain) / 3
         least = min(max(_LEAST, (self._costs.draft_call() + row) / plain), 0.95)
-        return Limits(least, max(_LEAST_BESIDE, 1.5 * row / plain), self._budget, SMALL_ROWS)
+        return GrowthLimits(least, max(_LEAST_BESIDE, 1.5 * row / plain), self._budget, SMALL_ROWS)
 
     def _stage(self, slot: int, own: int, tokens: Sequence[int]) -> None:
         self._staged.wait()
