@@ -31,8 +31,8 @@ def texts_of(engine: Engine, tokens: int, prompts: int = 1) -> tuple[Texts, floa
     """Return the text of every sampling after each prompt, and tokens a step."""
     found, steps, committed = {}, 0, 0
     for number, (name, sampling) in itertools.product(range(prompts), SAMPLINGS.items()):
-        prompt = [*PROMPT, *range(65, 65 + number)]
-        found[f"{name} {number}".removesuffix(" 0")], done = run(engine, Request(prompt, tokens, sampling))
+        request = Request([*PROMPT, *range(65, 65 + number)], tokens, sampling)
+        found[f"{name} {number}".removesuffix(" 0")], done = run(engine, request)
         steps, committed = steps + done.stats.steps, committed + done.stats.step_tokens
     return found, committed / steps
 
@@ -47,10 +47,10 @@ def tiny(tokens: int, prompts: int, budget: int, only: Sequence[str]) -> Iterato
         target = make_tiny(Path(folder) / "target.gguf", layers=8, mtp=True, context=4096)
         drafts = EveryDraft(target, Path(folder))
         plain, _ = texts_of(drafts.plain().engine, tokens, prompts)
-        for proposers in only:
-            texts, acceptance = texts_of(drafts.session(proposers, budget=budget).engine, tokens, prompts)
-            facts = {"proposers": proposers, "acceptance": round(acceptance, 3)}
-            yield {"target": "tiny random qwen35", **facts, **compared(plain, texts)}
+        for name in only:
+            texts, acceptance = texts_of(drafts.session(name, budget=budget).engine, tokens, prompts)
+            facts = {"target": "tiny random qwen35", "proposers": name, "acceptance": round(acceptance, 3)}
+            yield {**facts, **compared(plain, texts)}
 
 
 def of_pair(target: Path, draft: Path, tokens: int, budget: int) -> Iterator[dict[str, Any]]:

@@ -13,6 +13,7 @@ from bough.kernels.attention import cpu as attention_cpu
 from bough.kernels.attention import cuda as attention_cuda
 from bough.kernels.attention import triton_kernels as attention_triton
 from bough.kernels.kv_cache import triton_kernels as cache_kernel
+from bough.kernels.kv_cache.format import KVRing
 from bough.kernels.norm_rope import rope_angles
 from tests.gpu.attention_tiles import OTHER_TILES, other_tiles
 from tests.gpu.card import needs_cuda_attention
@@ -335,7 +336,7 @@ def test_draft_block_attention_matches_the_reference(
     slots = torch.tensor([2, 0], device=DEVICE)
     lengths, starts = torch.tensor([[77, 9, length], [3, 0, start]], device=DEVICE)
     positions = lengths[slots][:, None] + torch.arange(rows, device=DEVICE)
-    arguments = (q, k, v, positions, keys, values, slots, lengths, starts)
+    arguments = (q, k, v, positions, KVRing(keys, values, slots, lengths, starts))
     with nan_filled_memory():
         found = attention_triton.block_attention(*arguments, window=window, causal=causal)
     expected = attention_cpu.block_attention(*arguments, window=window, causal=causal)

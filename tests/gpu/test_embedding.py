@@ -9,10 +9,8 @@ from torch import Tensor
 from bough.gguf.quants import dequantise
 from bough.gguf.types import QuantType
 from bough.kernels.check.inputs import random_rows
-from bough.kernels.embedding import embed
+from bough.kernels.embedding import embed, gather_rows
 from bough.kernels.embedding import triton_kernels as embedding_kernel
-from bough.kernels.gather_rows import gather_rows
-from bough.kernels.gather_rows import triton_kernels as gather_kernel
 from bough.models.weights import Embedding
 from tests.gpu.inputs import DEVICE, INTERPRETED
 from tests.gpu.numerics import assert_same_bits, captured, nan_filled_memory
@@ -74,7 +72,7 @@ def test_rows_gathered_from_host_memory(width: int, shape: tuple[int, ...]) -> N
     table = torch.randint(0, 256, (11 if INTERPRETED else 5000, width), dtype=torch.uint8)
     rows = torch.randint(0, len(table), shape)
     held = table if INTERPRETED else table.pin_memory()
-    found = gather_kernel.gather_rows(held, rows.to(DEVICE))
+    found = embedding_kernel.gather_rows(held, rows.to(DEVICE))
     assert found.dtype == torch.uint8
     assert_same_bits(found.cpu(), table[rows])
 

@@ -6,8 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from bough.kernels.kv_cache.format import KVRing
 from bough.kernels.norm_rope import cuda as norm_cuda
-from bough.kernels.norm_rope import reference, ring
+from bough.kernels.norm_rope import reference
 from bough.kernels.norm_rope import triton_kernels as norm_triton
 from bough.kernels.quant_matmul.partial_sums import RowScaled
 from bough.kernels.quant_matmul.triton_kernels import scale_rows
@@ -203,15 +204,16 @@ def test_the_drafts_kv_ring_matches_the_reference(counts: tuple[int, int], heads
     k, v = torch.randn(2, 2, rows, heads, dim + 4, device=DEVICE)[..., :dim]
     weight = torch.randn(dim, device=DEVICE)
     before = torch.randn(2, 3, size, heads, dim, device=DEVICE).half()
+    slots = torch.tensor([2, 0], device=DEVICE)
     mapping = {
-        "slots": torch.tensor([2, 0], device=DEVICE),
         "positions": torch.tensor([[30], [33]], device=DEVICE) + torch.arange(rows, device=DEVICE),
         "count": torch.tensor(counts, device=DEVICE),
     }
     results = []
-    for implementation in (ring, reference):
+    for implementation in (norm_triton, reference):
         keys, values = (part.clone() for part in before)
-        implementation.ring_heads(k, v, weight, EPS, cos, sin, keys=keys, values=values, **mapping)
+        ring = KVRing(keys, values, slots, slots, slots)  # lengths and starts are not read
+        implementation.ring_heads(k, v, weight, EPS, cos, sin, ring=ring, **mapping)
         results.append(torch.stack([keys, values]))
     found, expected = results
     assert_close(found, expected, tolerance=FLOAT16)

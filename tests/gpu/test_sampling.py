@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from bough.kernels.sampling import RowOwners, SamplingState, filtered, gumbel, launch
+from bough.kernels.sampling import RowOwners, SampledRows, SamplingState, filtered, gumbel, launch
 from bough.kernels.sampling import state as plain
-from bough.kernels.sampling.filters import OPEN
+from bough.kernels.sampling.triton_kernels import OPEN
 from tests.gpu.inputs import DEVICE, INTERPRETED
 from tests.gpu.numerics import captured
 from tests.gpu.sampling_inputs import FILTERS, KINDS, VOCABULARY, random_logits, random_tree, set_request
@@ -64,15 +64,21 @@ class Rows:
 
     @property
     def inputs(self) -> tuple:
-        return self.logits, self.positions, self.tokens, self.ancestors, owners(self.logits), self.state
+        rows = SampledRows(self.logits, self.positions, self.tokens, owners(self.logits), self.ancestors)
+        return rows, self.state
+
+    def ranked(self, count: int) -> tuple:
+        """Return what `rank_rows` takes of these rows as a draft's, after the first's token."""
+        rows = SampledRows(self.logits, self.positions, self.tokens[:1], owners(self.logits))
+        return rows, count, self.state
 
     def sample(self, work: launch.Workspace) -> Tensor:
         return launch.sample_rows(*self.inputs, work).clone()
 
     def assert_sampled(self, found: Tensor) -> Tensor:
         """Compare with the reference; return the logits as the request wants them."""
-        (masks, settings), tree = (self.state.allowed[: len(found)], self.state.settings(0)), self.inputs[2:4]
-        adjusted = plain.adjusted(self.logits, *tree, self.state, 0, masks=masks)
+        masks, settings = self.state.allowed[: len(found)], self.state.settings(0)
+        adjusted = plain.adjusted(self.logits, self.tokens, self.ancestors, self.state, 0, masks=masks)
         assert_same_tokens(adjusted, self.positions, found, plain.sample_rows(*self.inputs), settings)
         return adjusted
 
@@ -148,7 +154,7 @@ def test_masks_of_a_grammar_are_the_rows_own(filters: str) -> None:
     found = rows.sample(workspace(3, 300))
     rows.assert_sampled(found)
     assert int(found[1]) == 69
-    at = (rows.logits, rows.positions, rows.tokens[:1], owners(rows.logits), 4, rows.state)
+    at = rows.ranked(4)
     assert torch.equal(launch.rank_rows(*at, workspace(3, 300))[0], plain.rank_rows(*at)[0])
 
 
@@ -170,14 +176,13 @@ def test_requests_side_by_side() -> None:
     )
     parts = zip(*((one.logits, one.positions, one.tokens) for one in alone), padding, strict=True)
     rows, work, of_rows = [torch.cat(part) for part in parts], workspace(4, 300), RowOwners(slots, starts)
-    ancestors = torch.ones_like(rows[2])
-    found = launch.sample_rows(*rows, ancestors, of_rows, both, work).clone()
-    expected = plain.sample_rows(*rows, ancestors, of_rows, both)
-    ids, scores = launch.rank_rows(*rows, of_rows, 5, both, work)
+    sampled = SampledRows(*rows, of_rows, torch.ones_like(rows[2]))
+    found = launch.sample_rows(sampled, both, work).clone()
+    expected = plain.sample_rows(sampled, both)
+    ids, scores = launch.rank_rows(sampled, 5, both, work)
     for row, one in enumerate(alone):
         assert found[row] == expected[row] == plain.sample_rows(*one.inputs)[0], names[row]
-        at = (one.logits, one.positions, one.tokens, owners(one.logits), 5, one.state)
-        wanted_ids, wanted_scores = plain.rank_rows(*at)
+        wanted_ids, wanted_scores = plain.rank_rows(*one.ranked(5))
         assert torch.equal(ids[row : row + 1], wanted_ids), names[row]
         assert torch.allclose(scores[row : row + 1], wanted_scores, atol=1e-4), names[row]
 
@@ -205,7 +210,7 @@ def test_ranked_candidates_match_the_reference(
         Rows.random(kind, filters, count, vocabulary, seed=4),
         workspace(count, vocabulary, shortlist),
     )
-    at = (rows.logits, rows.positions, rows.tokens[:1], owners(rows.logits), 16, rows.state)
+    at = rows.ranked(16)
     (ids, scores), (expected_ids, expected) = launch.rank_rows(*at, work), plain.rank_rows(*at)
     live = expected > -torch.inf
     # The kernel drops candidates that are 28 or more below the best.

@@ -1,13 +1,22 @@
 """The best draft tree and the accepted path: the kernels against the CPU's reference."""
 
 import random
+from dataclasses import replace
 from itertools import accumulate
 
 import pytest
 import torch
 from torch import Tensor
 
-from bough.kernels.tree import Acceptance, Correction, accept_path, best_tree, triton_kernels
+from bough.kernels.tree import (
+    Acceptance,
+    Candidates,
+    Correction,
+    TreeForm,
+    accept_path,
+    best_tree,
+    triton_kernels,
+)
 from tests.gpu.inputs import DEVICE, INTERPRETED
 from tests.gpu.numerics import assert_same_bits
 
@@ -32,27 +41,24 @@ def test_a_tree_is_built_and_accepted_as_on_the_cpu(scores: str, seed: int) -> N
     if scores == "with ties":
         log_probabilities = (log_probabilities * 2).round() / 2
     parts = (
-        99 + torch.arange(sequences),
         ids,
         log_probabilities,
         torch.randint(-1, 40, (sequences, chains, depths)),
         -torch.randint(0, 4, (sequences, chains, depths)).float() / 2,
     )
+    anchors = 99 + torch.arange(sequences)
     edges, bins = torch.linspace(-4, -0.1, 9), (torch.arange(depths) // 3).clamp(max=5)
     tables = (edges, torch.randn(6, 10) / 4, bins)
     correction, on_device = (
         Correction(*(table.to(device) for table in tables)) if seed % 2 else None
         for device in (torch.device("cpu"), DEVICE)
     )
-    options = {
-        "nodes": nodes,
-        "rows": random.choice([bucket for bucket in (8, 16, 24, 64) if bucket > nodes]),
-        "spine": random.choice((1.0, -4.0, -20.0)),
-    }
-    expected, expected_weights = best_tree(*parts, correction=correction, **options)
-    found, weights = triton_kernels.best_tree(
-        *(part.to(DEVICE) for part in parts), correction=on_device, **options
-    )
+    rows = random.choice([bucket for bucket in (8, 16, 24, 64) if bucket > nodes])
+    form = TreeForm(nodes, rows, random.choice((1.0, -4.0, -20.0)), correction)
+    expected, expected_weights = best_tree(anchors, Candidates(*parts), form)
+    moved = Candidates(*(part.to(DEVICE) for part in parts))
+    form = replace(form, correction=on_device)
+    found, weights = triton_kernels.best_tree(anchors.to(DEVICE), moved, form)
     for name, field, wanted in zip(FIELDS, found.cpu().unbind(1), expected.unbind(1), strict=True):
         assert_same_bits(field, wanted, name)
     assert_same_bits(weights.cpu(), expected_weights, "weights")
@@ -88,8 +94,8 @@ def check_acceptance(trees: list[Tensor], *, ragged: bool) -> None:
     arguments = (tokens, parents, ancestors, sampled)
     expected = accept_path(*arguments, **tables, counts=counts[0])
     moved = {name: None if table is None else table.to(DEVICE) for name, table in tables.items()}
-    flat = triton_kernels.accept_path(*(part.to(DEVICE) for part in arguments), **moved, counts=counts[1])
-    found = Acceptance(flat.cpu())
+    done = triton_kernels.accept_path(*(part.to(DEVICE) for part in arguments), **moved, counts=counts[1])
+    found = Acceptance(done.flat.cpu())
     for name in ("counts", "last_rows", "rows", "tokens", "source"):
         assert_same_bits(getattr(found, name), getattr(expected, name), name)
     some = expected.counts > 0  # what a sequence without rows would sample next means nothing

@@ -93,7 +93,7 @@ def emulated_pack(x: Tensor, folder: Path, *, grouped: bool) -> PackedRows:
     half2 = r'asm\("[^"]*cvt.rn.f16x2[^"]*" : "=r"\(([^)]*)\) : "f"\((.*?)\), "f"\((.*?)\), "f"\(times\)\);'
     text = re.sub(half2, r"\1 = two_halves(\2 * times, \3 * times);", text)
     text = re.sub(r'asm volatile\("griddepcontrol[^"]*"[^)]*\)', "(void)0", text)
-    library = compiled(f"{text}{_PACK_RUN}", folder, f"pack{int(grouped)}", {"BULK": 0})
+    library = compiled(f"{text}{_PACK_RUN}", folder, f"pack{int(grouped)}", {"OVERLAP": 0})
     packed = empty_rows(*x.shape, x.device, grouped=grouped)
     packed.data.fill_(torch.nan)
     sizes = (ctypes.c_longlong(x.stride(0)), x.shape[1], packed.padded_columns)

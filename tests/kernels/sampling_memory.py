@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from bough.kernels.sampling import RowOwners
-from bough.kernels.sampling.filters import THRESHOLD
+from bough.kernels.sampling.triton_kernels import THRESHOLD
 from bough.kernels.sampling.workspace import Workspace
 
 

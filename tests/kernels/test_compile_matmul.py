@@ -102,7 +102,7 @@ def test_every_layout_compiles(layout: Layout, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
 def test_rows_are_packed_on_every_card(card: Card) -> None:
-    assert compile_cubin(rows_source(), defines={"BULK": int(card.pdl)}, arch=card.arch, cached=False)
+    assert compile_cubin(rows_source(), defines={"OVERLAP": int(card.pdl)}, arch=card.arch, cached=False)
 
 
 def test_every_bucket_up_to_48_fits_every_card() -> None:

@@ -4,8 +4,7 @@ import torch
 
 from bough.gguf.quants import dequantise
 from bough.gguf.types import QuantType
-from bough.kernels.embedding import embed
-from bough.kernels.gather_rows import gather_rows
+from bough.kernels.embedding import embed, gather_rows
 from bough.models.weights import Embedding
 from tests.kernels.test_quant_matmul_layout import random_blocks
 

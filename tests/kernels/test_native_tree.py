@@ -4,8 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bough.kernels import native
-from bough.kernels.tree import Correction, pack_tree
+from bough.kernels.tree import Candidates, Correction, TreeForm, pack_tree
+from bough.kernels.tree.cpu import native_tree
 from bough.kernels.tree.reference import best_first
 from tests.kernels.native_library import needs_native
 
@@ -42,18 +42,12 @@ def test_native_is_the_reference(
         torch.randn(2, 4, generator=generator) / 4,
         torch.randint(0, 2, (16,), generator=generator),
     )
-    found = native.best_tree(
-        7,
-        (ids, scores, tokens, gains),
-        (correction.edges, correction.table, correction.depth_bins) if correct else None,
-        nodes=nodes,
-        rows=64,
-        spine=spine,
-    )
+    candidates = Candidates(ids, scores, tokens, gains)
+    form = TreeForm(nodes, spine=spine, correction=correction if correct else None)
+    found = native_tree(7, candidates, form)
     assert found is not None
-    expected, parents, weights = best_first(
-        7, ids, correction.applied(scores) if correct else scores, tokens, gains, nodes=nodes, spine=spine
-    )
+    corrected = candidates._replace(scores=correction.applied(scores) if correct else scores)
+    expected, parents, weights = best_first(7, corrected, nodes=nodes, spine=spine)
     packed, found_weights = found
     assert torch.equal(packed, pack_tree(expected, parents))
     assert found_weights.tolist() == weights + [-torch.inf] * (64 - len(weights))
@@ -61,7 +55,7 @@ def test_native_is_the_reference(
 
 def test_what_it_does_not_build() -> None:
     ids, empty = torch.arange(65)[None], torch.empty(0, 1)
-    parts = (ids, torch.zeros(1, 65), empty.long(), empty)
-    assert native.best_tree(7, parts, None, nodes=8, rows=64, spine=1.0) is None  # too many columns
-    parts = (ids[:, :8], torch.zeros(1, 8), empty.long(), empty)
-    assert native.best_tree(7, parts, None, nodes=64, rows=64, spine=1.0) is None
+    parts = Candidates(ids, torch.zeros(1, 65), empty.long(), empty)
+    assert native_tree(7, parts, TreeForm(8)) is None  # too many columns
+    parts = Candidates(ids[:, :8], torch.zeros(1, 8), empty.long(), empty)
+    assert native_tree(7, parts, TreeForm(64)) is None

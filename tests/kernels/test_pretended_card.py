@@ -67,7 +67,7 @@ def sources(card: Card) -> dict[str, tuple[str, dict[str, int], str]]:
     norm = rows_cuda.shape_of(rows_cuda.NORM, 2048)
     return {
         "matmul": (matmul_cuda.matmul_source(), matmul_cuda.defines(card, layout, 24, tiling), card.target),
-        "pack": (matmul_cuda.rows_source(), {"BULK": int(card.pdl)}, card.target),
+        "pack": (matmul_cuda.rows_source(), {"OVERLAP": int(card.pdl)}, card.target),
         "attention": (tile.source(), tile.defines(card.pdl), tile.arch(card)),
         "experts": (experts_cuda.source(), experts.defines(card, layout), card.target),
         "delta": (delta_cuda.source(), {"D": 128, **overlap}, card.target),

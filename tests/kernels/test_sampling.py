@@ -7,6 +7,7 @@ import torch
 
 from bough.kernels.sampling import (
     RowOwners,
+    SampledRows,
     SamplingState,
     filtered,
     gumbel,
@@ -160,17 +161,13 @@ def test_a_request_in_tensors_samples_as_one_in_numbers() -> None:
     seen[:, 3] += 4
     seen[:, 4] = -torch.inf
     wanted = sample(seen, positions, seed=2**64 - 3, **filters)
-    assert torch.equal(
-        sample_rows(
-            logits, positions, tokens, ancestors, RowOwners.one(0, len(logits), "cpu"), state, NoiseCache()
-        ),
-        wanted,
-    )
+    owners = RowOwners.one(0, len(logits), "cpu")
+    rows = SampledRows(logits, positions, tokens, owners, ancestors)
+    assert torch.equal(sample_rows(rows, state, NoiseCache()), wanted)
     # A draft's rows have the anchor alone above them.
     state.begin(**filters, seed=11)
-    ids, scores = rank_rows(
-        logits, positions, tokens[:1], RowOwners.one(0, len(logits), "cpu"), 30, state, NoiseCache()
-    )
+    rows = SampledRows(logits, positions, tokens[:1], owners)
+    ids, scores = rank_rows(rows, 30, state, NoiseCache())
     few, own = rank(logits, positions, count=30, seed=11, **filters)
     width = int((own > -torch.inf).sum(-1).min())
     assert torch.equal(ids[:, :width], few[:, :width]) and torch.equal(scores[:, :width], own[:, :width])

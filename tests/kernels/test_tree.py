@@ -5,21 +5,21 @@ from collections.abc import Sequence
 
 import torch
 
-from bough.kernels.tree import Acceptance, Correction, accept_path, best_tree
+from bough.kernels.tree import Acceptance, Candidates, Correction, TreeForm, accept_path, best_tree
 
 ANCHOR = torch.tensor([99])
 NOTHING = torch.empty(0, dtype=torch.int64)
 
 
-def candidates() -> tuple[torch.Tensor, ...]:
+def candidates() -> Candidates:
     """Two depths of two candidates, and no chains."""
     scores = torch.tensor([[0.6, 0.3], [0.7, 0.2]]).log()
     empty = torch.empty(0, 2)
-    return ANCHOR, torch.tensor([[[1, 2], [3, 4]]]), scores[None], empty.long()[None], empty[None]
+    return Candidates(torch.tensor([[[1, 2], [3, 4]]]), scores[None], empty.long()[None], empty[None])
 
 
 def test_rows_are_in_order_of_worth_and_padding_has_no_parent() -> None:
-    [(tokens, parents, ancestors, depths)], [weights] = best_tree(*candidates(), nodes=6, rows=9)
+    [(tokens, parents, ancestors, depths)], [weights] = best_tree(ANCHOR, candidates(), TreeForm(6, 9))
     # 0.6, 0.42, 0.3, 0.21, 0.12, 0.06
     assert tokens.tolist() == [99, 1, 3, 2, 3, 4, 4, 99, 99]
     assert parents.tolist() == [-1, 0, 1, 0, 3, 1, 3, -1, -1]
@@ -32,7 +32,8 @@ def test_rows_are_in_order_of_worth_and_padding_has_no_parent() -> None:
 
 def test_the_last_of_64_rows_has_the_sign_bit() -> None:
     parts = (torch.arange(63).expand(1, 1, -1), torch.full((1, 1, 63), -1.0))
-    [packed], _ = best_tree(ANCHOR, *parts, NOTHING.view(1, 0, 1), torch.empty(1, 0, 1), nodes=63, rows=64)
+    every = Candidates(*parts, NOTHING.view(1, 0, 1), torch.empty(1, 0, 1))
+    [packed], _ = best_tree(ANCHOR, every, TreeForm(63))
     assert packed[2, 63] == -(2**63) + 1 and packed[1, 63] == 0
 
 
@@ -41,7 +42,7 @@ def test_a_correction_changes_the_order() -> None:
     correction = Correction(
         torch.tensor([0.5]).log(), torch.tensor([[0.0, math.log(0.1)]]), torch.zeros(2, dtype=torch.int64)
     )
-    [packed], _ = best_tree(*candidates(), nodes=2, rows=3, correction=correction)
+    [packed], _ = best_tree(ANCHOR, candidates(), TreeForm(2, 3, correction=correction))
     assert packed[0].tolist() == [99, 2, 1]
 
 

@@ -16,6 +16,20 @@ BACKENDS = [None, pytest.param(2, marks=needs_native)]
 TAPS = (EMBEDDING_TAP, 2)
 
 
+def ragged_step(slots: torch.Tensor, trees: list[tuple[list[int], list[int]]], lengths: torch.Tensor) -> Step:
+    """Return one tree for each of slots [S], given as tokens and parents, after lengths [S] tokens."""
+    zero = torch.zeros(1, dtype=torch.int64)
+    one = [Step.tree(zero, *(torch.tensor([part]) for part in tree), zero) for tree in trees]
+    tokens, depths, parents, ancestors = (
+        torch.cat([getattr(step, name) for step in one], 1).to(slots.device)
+        for name in ("tokens", "positions", "parents", "ancestors")
+    )
+    sizes = torch.tensor([len(tokens) for tokens, _ in trees], device=slots.device)
+    first = torch.nn.functional.pad(sizes.cumsum(0), (1, 0))
+    positions = depths + lengths.repeat_interleave(sizes)
+    return Step(slots, tokens, positions, parents, ancestors, first)
+
+
 def image_chunk(run: Run, tokens: list[int], images: ImageRows) -> tuple[torch.Tensor, torch.Tensor]:
     run.states.reserve(run.slot, len(tokens))
     lengths = run.states.buffers.lengths[run.slots]
@@ -76,7 +90,7 @@ def test_offsets_of_ragged_rows(tiny_model: Callable[..., Path]) -> None:
     states = run.states
     alone = story(run)[-1]
     tree = ([5, 6, 7], [-1, 0, 0])
-    step = Step.ragged(torch.tensor([0, 0]), [tree, ([9], [-1])], torch.tensor([90, 3]))
+    step = ragged_step(torch.tensor([0, 0]), [tree, ([9], [-1])], torch.tensor([90, 3]))
     assert step.rope_positions(torch.tensor([-18])).tolist() == [[72, 73, 73, -15]]
     assert alone.shape[0] == 3 and states.offsets == [-18]
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from bough.errors import UsageError
 from bough.kernels.native import argmax_rows
-from bough.kernels.sampling import RowOwners, SamplingState, make_workspace, rank_rows, sample_rows
-from bough.kernels.sampling.state import NoiseCache
+from bough.kernels.sampling import SampledRows, make_workspace, rank_rows, sample_rows
+from bough.kernels.sampling.state import NoiseCache, RowOwners, SamplingState
 from bough.kernels.sampling.workspace import Workspace
 from bough.models.step import Step
 
@@ -150,16 +150,17 @@ class Sampler:
         assert step.ancestors is not None
         if not logits.is_cuda and step.first is None and self._state.argmax[int(step.slots)]:
             return argmax_rows(logits)
-        tree = (step.positions.flatten() + 1, step.tokens.flatten(), step.ancestors.flatten())
-        return sample_rows(logits.contiguous(), *tree, step.row_owners(), self._state, self._workspace)
+        tree = (step.tokens.flatten(), step.row_owners(), step.ancestors.flatten())
+        rows = SampledRows(logits.contiguous(), step.positions.flatten() + 1, *tree)
+        return sample_rows(rows, self._state, self._workspace)
 
     def sample_first(self, logits: Tensor, slot: int, position: int) -> Tensor:
         """Sample the token [1] at `position`, the first after a prompt, from logits [1, V]."""
         # Each a tensor of its own: kernels would be compiled again for addresses that are aligned less.
         at, slots = (torch.tensor([value], device=self._device) for value in (position, slot))
         none = torch.zeros_like(at)
-        owners = RowOwners(slots, none)
-        return sample_rows(logits.contiguous(), at, none, none, owners, self._state, self._workspace)
+        rows = SampledRows(logits.contiguous(), at, none, RowOwners(slots, none), none)
+        return sample_rows(rows, self._state, self._workspace)
 
 
 class Ranking:
@@ -178,11 +179,10 @@ class Ranking:
         """
         shape = logits.shape[:2]
         starts = torch.arange(len(slots), device=slots.device)
-        owners = RowOwners(
-            *(part[:, None].expand(shape).reshape(-1).contiguous() for part in (slots, starts))
-        )
-        rows = (logits.flatten(0, 1).contiguous(), positions.flatten(), anchors.contiguous(), owners)
-        ids, scores = rank_rows(*rows, count, self._state, self._workspace)
+        slots, starts = (part[:, None].expand(shape).reshape(-1).contiguous() for part in (slots, starts))
+        tables = (positions.flatten(), anchors.contiguous(), RowOwners(slots, starts))
+        rows = SampledRows(logits.flatten(0, 1).contiguous(), *tables)
+        ids, scores = rank_rows(rows, count, self._state, self._workspace)
         return ids.unflatten(0, shape), scores.unflatten(0, shape)
 
     def perturb(self, change: Tensor, slots: Tensor) -> Tensor:

@@ -33,35 +33,31 @@ FETCH_AGAIN = "the file is damaged or its download is incomplete: fetch it again
 
 
 class ValueType(IntEnum):
-    """Types of metadata values, ids as stored in a file."""
+    """Types of metadata values, ids as stored in a file, with numpy's name where they are numbers."""
 
-    UINT8 = 0
-    INT8 = 1
-    UINT16 = 2
-    INT16 = 3
-    UINT32 = 4
-    INT32 = 5
-    FLOAT32 = 6
+    dtype: str
+
+    def __new__(cls, number: int, dtype: str = "") -> "ValueType":
+        member = int.__new__(cls, number)
+        member._value_, member.dtype = number, dtype
+        return member
+
+    UINT8 = 0, "<u1"
+    INT8 = 1, "<i1"
+    UINT16 = 2, "<u2"
+    INT16 = 3, "<i2"
+    UINT32 = 4, "<u4"
+    INT32 = 5, "<i4"
+    FLOAT32 = 6, "<f4"
     BOOL = 7
     STRING = 8
     ARRAY = 9
-    UINT64 = 10
-    INT64 = 11
-    FLOAT64 = 12
+    UINT64 = 10, "<u8"
+    INT64 = 11, "<i8"
+    FLOAT64 = 12, "<f8"
 
 
-NUMBER_TYPES = {
-    ValueType.UINT8: np.dtype("<u1"),
-    ValueType.INT8: np.dtype("<i1"),
-    ValueType.UINT16: np.dtype("<u2"),
-    ValueType.INT16: np.dtype("<i2"),
-    ValueType.UINT32: np.dtype("<u4"),
-    ValueType.INT32: np.dtype("<i4"),
-    ValueType.FLOAT32: np.dtype("<f4"),
-    ValueType.UINT64: np.dtype("<u8"),
-    ValueType.INT64: np.dtype("<i8"),
-    ValueType.FLOAT64: np.dtype("<f8"),
-}
+NUMBER_TYPES = {kind: np.dtype(kind.dtype) for kind in ValueType if kind.dtype}
 
 # ggml's names of types we do not read, for the error message only
 _OTHER_TYPES = {
@@ -257,27 +253,22 @@ def _check_magic(cursor: _Cursor) -> None:
 
 def _guess(start: bytes) -> tuple[str, str]:
     """Return what a file that is not GGUF resembles, and a hint."""
-    text = start.lstrip().lower()
-    if start[:4] == MAGIC[::-1]:
-        return " like a big-endian GGUF file", "fetch or convert a little-endian file"
-    if start[:4] in (b"lmgg", b"fmgg", b"tjgg", b"algg"):
-        return " like a model from before GGUF", "fetch a .gguf file of the model"
-    if text.startswith((b"<!doctype", b"<html", b"<?xml")):
-        return " like a web page", "fetch the file itself, not the page that shows it"
-    if text.startswith(b"version https://git-lfs"):
-        return (
-            " like a git-lfs pointer",
-            "run `git lfs pull` in its repository, or fetch the file from the hub",
-        )
-    if start[:4] == b"PK\x03\x04" or start[:2] in (b"\x80\x02", b"\x80\x04"):
-        return " like a zip archive or PyTorch checkpoint", "convert its folder: bough convert FOLDER"
-    if start[6:9] == b"\0\0{":
-        return " like a safetensors file", "convert its folder: bough convert FOLDER"
-    if not start.strip(b"\0"):
-        return " like a download that has not begun", FETCH_AGAIN
-    if not start.translate(None, b"\r\n\t" + bytes(range(32, 127))):
-        return " like text", "open it: it may hold a server's error message instead of the model"
-    return "", FETCH_AGAIN
+    text, convert = start.lstrip().lower(), "convert its folder: bough convert FOLDER"
+    pages, older = (b"<!doctype", b"<html", b"<?xml"), (b"lmgg", b"fmgg", b"tjgg", b"algg")
+    pointer_hint = "run `git lfs pull` in its repository, or fetch the file from the hub"
+    archive = start[:4] == b"PK\x03\x04" or start[:2] in (b"\x80\x02", b"\x80\x04")
+    printable = not start.translate(None, b"\r\n\t" + bytes(range(32, 127)))
+    guesses = (
+        (start[:4] == MAGIC[::-1], "a big-endian GGUF file", "fetch or convert a little-endian file"),
+        (start[:4] in older, "a model from before GGUF", "fetch a .gguf file of the model"),
+        (text.startswith(pages), "a web page", "fetch the file itself, not the page that shows it"),
+        (text.startswith(b"version https://git-lfs"), "a git-lfs pointer", pointer_hint),
+        (archive, "a zip archive or PyTorch checkpoint", convert),
+        (start[6:9] == b"\0\0{", "a safetensors file", convert),
+        (not start.strip(b"\0"), "a download that has not begun", FETCH_AGAIN),
+        (printable, "text", "open it: it may hold a server's error message instead of the model"),
+    )
+    return next(((f" like {what}", hint) for sure, what, hint in guesses if sure), ("", FETCH_AGAIN))
 
 
 def _check_version(cursor: _Cursor) -> None:

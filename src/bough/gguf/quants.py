@@ -1,11 +1,12 @@
-"""Dequantises every tensor type to floats, in plain torch.
+"""What the blocks of every tensor type hold, and their weights as floats, in plain torch.
 
 The arithmetic order is part of the format: scales are multiplied together first, then by the integer, then
 the minimum is subtracted, all in float32. Kernels are tested against this module.
 """
 
 from collections.abc import Callable, Iterable
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -18,9 +19,38 @@ from bough.gguf.types import QuantType
 _SLICE_CPU = 1 << 19
 _SLICE_DEVICE = 1 << 25
 
-_IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 # E2M1 values doubled; code 8 is a positive zero, as in the reference table
-_FP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+FP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """Rows [N, K] as integers `codes`, and the scales that make them weights.
+
+    scale * scales * value(code) - minimum * minima, or without minima + minimum. A value is the code less an
+    offset, or comes from a table. Each belongs to a span of adjacent columns, as many as it has columns.
+    """
+
+    codes: Tensor  # uint8 [N, K]
+    scale: Tensor  # float32
+    minimum: Tensor | None = None
+    scales: Tensor | None = None  # uint8 or int8
+    minima: Tensor | None = None  # uint8
+
+
+@dataclass(frozen=True, slots=True)
+class _Format:
+    """How the fields of blocks [N, blocks, bytes] are read, and which values the codes stand for."""
+
+    read: Callable[[Tensor], Fields]
+    offset: int = 0  # that is subtracted from a code
+    table: tuple[int, ...] = ()
+
+
+def fields(data: Tensor, type: QuantType) -> Fields:
+    """Return the fields of rows, uint8 [N, row bytes], of a type without a code book."""
+    return _FIELDS[type].read(data.reshape(len(data), -1, type.block_bytes))
 
 
 def dequantise(data: Tensor, type: QuantType, *, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -31,9 +61,9 @@ def dequantise(data: Tensor, type: QuantType, *, dtype: torch.dtype = torch.floa
     shape = (*data.shape[:-1], data.shape[-1] // type.block_bytes * type.block_elements)
     if type in _FLOATS:
         return _aligned(blocks).view(_FLOATS[type]).to(dtype).reshape(shape)
-    decode = _DECODERS.get(type)
-    if decode is None:
+    if type is QuantType.I64:
         raise UnsupportedQuant(f"{type.name} holds whole numbers, needed weights")
+    decode = _DECODERS.get(type) or partial(_weights, type)
     out = torch.empty((blocks.shape[0], type.block_elements), dtype=dtype, device=data.device)
     step = (_SLICE_CPU if data.device.type == "cpu" else _SLICE_DEVICE) // type.block_elements
     for start in range(0, blocks.shape[0], step):
@@ -44,15 +74,28 @@ def dequantise(data: Tensor, type: QuantType, *, dtype: torch.dtype = torch.floa
 
 def to_q4_0(data: Tensor, type: QuantType) -> Tensor:
     """Return rows of a type of 1 or 2 bits as those of Q4_0 with the same values: uint8 [..., row bytes]."""
-    codes_of, scale = _TWO_BITS[type]
-    blocks = data.reshape(-1, type.block_bytes)
     step = (_SLICE_CPU if data.device.type == "cpu" else _SLICE_DEVICE) // type.block_elements
     parts = []
-    for part in blocks.split(step):
-        codes = (codes_of(part) + 7).view(len(part), -1, 2, 16)  # a code stands for itself less 8, not less 1
-        scales = part[:, None, scale : scale + 2].expand(-1, codes.shape[1], -1)
+    for part in data.reshape(-1, type.block_bytes).split(step):
+        read = fields(part, type)
+        # A code stands for itself less 8, not less 1.
+        codes = (read.codes + (8 - _FIELDS[type].offset)).view(len(part), -1, 2, 16)
+        scales = read.scale.half().view(torch.uint8)[:, None].expand(-1, codes.shape[1], -1)
         parts.append(torch.cat((scales, codes[:, :, 0] | (codes[:, :, 1] << 4)), -1).flatten())
     return torch.cat(parts).view(*data.shape[:-1], -1)
+
+
+def _weights(type: QuantType, blocks: Tensor) -> Tensor:
+    """Return the weights of blocks [blocks, bytes]: [blocks, elements] float32."""
+    kind, read = _FIELDS[type], fields(blocks, type)
+    values = _lookup(kind.table, read.codes) if kind.table else read.codes - float(kind.offset)
+    step, below = read.scale, read.minimum
+    step = step if read.scales is None else step * read.scales.float()
+    spans = values.view(len(blocks), step.shape[1], -1)
+    spans.mul_(step[..., None])
+    if below is not None:
+        spans.sub_((-below if read.minima is None else below * read.minima.float())[..., None])
+    return values
 
 
 def _aligned(data: Tensor) -> Tensor:
@@ -61,27 +104,21 @@ def _aligned(data: Tensor) -> Tensor:
 
 
 def _half(blocks: Tensor, offset: int) -> Tensor:
-    """Return the float16 field at a byte offset: [blocks, bytes] -> float32 [blocks, 1]."""
-    return _aligned(blocks[:, offset : offset + 2]).view(torch.float16).float()
+    """Return the float16 at a byte offset of each block: [N, blocks, bytes] -> float32 [N, blocks]."""
+    return _aligned(blocks[..., offset : offset + 2]).view(torch.float16).flatten(1).float()
 
 
-def _shifts(count: int, bits: int, like: Tensor) -> Tensor:
-    """0, bits, 2 bits, ... as a uint8 column [count, 1] that shifts a whole row of bytes at a time."""
-    return torch.arange(0, count * bits, bits, dtype=torch.uint8, device=like.device).unsqueeze(1)
+def _spread(part: Tensor, *, count: int, bits: int, span: int) -> Tensor:
+    """Cut each byte into `count` integers, all first ones of a span of bytes before all second ones."""
+    shifts = torch.arange(0, count * bits, bits, dtype=torch.uint8, device=part.device)[:, None]
+    spans = part.unflatten(-1, (-1, 1, span))
+    return ((spans >> shifts) & ((1 << bits) - 1)).flatten(-3)
 
 
-def _spread(fields: Tensor, *, count: int, bits: int, span: int) -> Tensor:
-    """Cut each byte into `count` fields, all first fields of a span of bytes before all second ones.
-
-    uint8 [blocks, bytes] -> uint8 [blocks, bytes / span, count, span]
-    """
-    spans = fields.unflatten(1, (-1, 1, span))
-    return (spans >> _shifts(count, bits, fields)) & ((1 << bits) - 1)
-
-
-def _pairs(fields: Tensor) -> Tensor:
-    """Return both nibbles of each byte side by side, low first: uint8 [blocks, n] -> [blocks, 2 n]."""
-    return torch.stack((fields & 15, fields >> 4), dim=2).flatten(1)
+def _nibbles(part: Tensor, span: int = 16) -> Tensor:
+    """Cut each byte into two, faster than `_spread`."""
+    spans = part.unflatten(-1, (-1, span))
+    return torch.cat((spans & 15, spans >> 4), -1).flatten(-2)
 
 
 def _lookup(table: tuple[int, ...], index: Tensor) -> Tensor:
@@ -94,158 +131,120 @@ def _values(table: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(table, dtype=torch.float32, device=device)
 
 
-def _q8_0(blocks: Tensor) -> Tensor:
-    return blocks[:, 2:].view(torch.int8).float().mul_(_half(blocks, 0))
+def _fives(high: Tensor, low: Tensor) -> Tensor:
+    return (_nibbles(low) | (_spread(high, count=8, bits=1, span=1) << 4)).flatten(1)
 
 
-def _nibbles_32(fields: Tensor) -> Tensor:
-    """Return the 32 nibbles of a small block: uint8 [blocks, 16] -> [blocks, 32], low nibbles first."""
-    return torch.cat((fields & 15, fields >> 4), dim=1)
+def _q4_0(blocks: Tensor) -> Fields:
+    return Fields(_nibbles(blocks[..., 2:]).flatten(1), _half(blocks, 0))
 
 
-def _fives_32(high: Tensor, low: Tensor) -> Tensor:
-    """5-bit integers of a small block: the fifth bits [blocks, 4] in element order, nibbles [blocks, 16]."""
-    fifth = _spread(high, count=8, bits=1, span=1).flatten(1)
-    return _nibbles_32(low).add_(fifth << 4)
+def _q4_1(blocks: Tensor) -> Fields:
+    return Fields(_nibbles(blocks[..., 4:]).flatten(1), _half(blocks, 0), _half(blocks, 2))
 
 
-def _q4_0(blocks: Tensor) -> Tensor:
-    return _nibbles_32(blocks[:, 2:]).float().sub_(8).mul_(_half(blocks, 0))
+def _q5_0(blocks: Tensor) -> Fields:
+    return Fields(_fives(blocks[..., 2:6], blocks[..., 6:]), _half(blocks, 0))
 
 
-def _q4_1(blocks: Tensor) -> Tensor:
-    return _nibbles_32(blocks[:, 4:]).float().mul_(_half(blocks, 0)).add_(_half(blocks, 2))
+def _q5_1(blocks: Tensor) -> Fields:
+    return Fields(_fives(blocks[..., 4:8], blocks[..., 8:]), _half(blocks, 0), _half(blocks, 2))
 
 
-def _q5_0(blocks: Tensor) -> Tensor:
-    return _fives_32(blocks[:, 2:6], blocks[:, 6:]).float().sub_(16).mul_(_half(blocks, 0))
+def _q8_0(blocks: Tensor) -> Fields:
+    return Fields((blocks[..., 2:] ^ 128).flatten(1), _half(blocks, 0))
 
 
-def _q5_1(blocks: Tensor) -> Tensor:
-    return _fives_32(blocks[:, 4:8], blocks[:, 8:]).float().mul_(_half(blocks, 0)).add_(_half(blocks, 2))
-
-
-def _iq4_nl(blocks: Tensor) -> Tensor:
-    return _lookup(_IQ4_VALUES, _nibbles_32(blocks[:, 2:])).mul_(_half(blocks, 0))
-
-
-def _mxfp4(blocks: Tensor) -> Tensor:
-    exponent = blocks[:, :1].int()
+def _mxfp4(blocks: Tensor) -> Fields:
+    exponent = blocks[..., 0].int()
     # 2^(exponent - 128) from its bits; the two smallest are subnormal
     bits = torch.where(exponent < 2, 0x00200000 << exponent, (exponent - 1) << 23)
-    return _lookup(_FP4_VALUES, _nibbles_32(blocks[:, 1:])).mul_(bits.view(torch.float32))
+    return Fields(_nibbles(blocks[..., 1:]).flatten(1), bits.view(torch.float32))
 
 
-def _nvfp4(blocks: Tensor) -> Tensor:
-    field = blocks[:, :4].int()
+def _nvfp4(blocks: Tensor) -> Fields:
+    field = blocks[..., :4].int()
     exponent, mantissa = (field >> 3) & 15, (field & 7).float()
     normal = (mantissa + 8).ldexp(exponent - 11)  # halved, as the values are doubled
     scale = torch.where(exponent == 0, mantissa * 2**-10, normal)
-    scale = scale.masked_fill((field == 0) | (field == 0x7F), 0.0).unsqueeze(2)
-    q = _spread(blocks[:, 4:], count=2, bits=4, span=8).view(-1, 4, 16)
-    return _lookup(_FP4_VALUES, q).mul_(scale)
+    scale = scale.masked_fill((field == 0) | (field == 0x7F), 0.0)
+    return Fields(_nibbles(blocks[..., 4:], 8).flatten(1), scale.flatten(1))
 
 
-def _q2_k(blocks: Tensor) -> Tensor:
-    scale = (_half(blocks, 80) * (blocks[:, :16] & 15).float()).unsqueeze(2)
-    minimum = (_half(blocks, 82) * (blocks[:, :16] >> 4).float()).unsqueeze(2)
-    q = _spread(blocks[:, 16:80], count=4, bits=2, span=32).view(-1, 16, 16)
-    return q.float().mul_(scale).sub_(minimum)
+def _q2_k(blocks: Tensor) -> Fields:
+    scales, minima = (part.flatten(1) for part in (blocks[..., :16] & 15, blocks[..., :16] >> 4))
+    codes = _spread(blocks[..., 16:80], count=4, bits=2, span=32).flatten(1)
+    return Fields(codes, _half(blocks, 80), _half(blocks, 82), scales, minima)
 
 
-def _q3_k(blocks: Tensor) -> Tensor:
-    low = _spread(blocks[:, 96:104], count=2, bits=4, span=8).flatten(1)
-    high = _spread(blocks[:, 104:108], count=4, bits=2, span=4).flatten(1)
-    scale = (_half(blocks, 108) * (low + (high << 4)).float().sub_(32)).unsqueeze(2)
+def _q3_k(blocks: Tensor) -> Fields:
+    high = _spread(blocks[..., 104:108], count=4, bits=2, span=4)
+    scales = (_nibbles(blocks[..., 96:104], 8) | (high << 4)).to(torch.int8) - 32
+    codes = _spread(blocks[..., 32:96], count=4, bits=2, span=32)
     # a set mask bit means "no 4 to take away"
-    q = _spread(blocks[:, 32:96], count=4, bits=2, span=32).view(-1, 256)
-    q += _spread(blocks[:, :32], count=8, bits=1, span=32).view(-1, 256) << 2
-    return q.view(-1, 16, 16).float().sub_(4).mul_(scale)
+    codes |= _spread(blocks[..., :32], count=8, bits=1, span=32) << 2
+    return Fields(codes.flatten(1), _half(blocks, 108), scales=scales.flatten(1))
 
 
-def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sub-block scales and minima of Q4_K and Q5_K in float32, each [blocks, 8, 1]."""
-    first, second, rest = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
-    scale = torch.cat((first & 63, (rest & 15) | ((first >> 6) << 4)), dim=1)
-    minimum = torch.cat((second & 63, (rest >> 4) | ((second >> 6) << 4)), dim=1)
-    return (
-        (_half(blocks, 0) * scale.float()).unsqueeze(2),
-        (_half(blocks, 2) * minimum.float()).unsqueeze(2),
-    )
+def _six_bit_scales(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return scale, minimum, scales and minima of Q4_K and Q5_K."""
+    first, second, rest = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
+    scales = torch.cat((first & 63, (rest & 15) | ((first >> 6) << 4)), -1)
+    minima = torch.cat((second & 63, (rest >> 4) | ((second >> 6) << 4)), -1)
+    return _half(blocks, 0), _half(blocks, 2), scales.flatten(1), minima.flatten(1)
 
 
-def _q4_k(blocks: Tensor) -> Tensor:
-    scale, minimum = _scales_and_minima(blocks)
-    q = _spread(blocks[:, 16:], count=2, bits=4, span=32).view(-1, 8, 32)
-    return q.float().mul_(scale).sub_(minimum)
+def _q4_k(blocks: Tensor) -> Fields:
+    return Fields(_nibbles(blocks[..., 16:], 32).flatten(1), *_six_bit_scales(blocks))
 
 
-def _q5_k(blocks: Tensor) -> Tensor:
-    scale, minimum = _scales_and_minima(blocks)
-    q = _spread(blocks[:, 48:], count=2, bits=4, span=32).view(-1, 8, 32)
-    q += _spread(blocks[:, 16:48], count=8, bits=1, span=32).view(-1, 8, 32) << 4
-    return q.float().mul_(scale).sub_(minimum)
+def _q5_k(blocks: Tensor) -> Fields:
+    codes = _nibbles(blocks[..., 48:], 32) | (_spread(blocks[..., 16:48], count=8, bits=1, span=32) << 4)
+    return Fields(codes.flatten(1), *_six_bit_scales(blocks))
 
 
-def _q6_k(blocks: Tensor) -> Tensor:
-    scale = (_half(blocks, 208) * blocks[:, 192:208].view(torch.int8).float()).unsqueeze(2)
-    q = _spread(blocks[:, :128], count=2, bits=4, span=64).view(-1, 256)
-    q += _spread(blocks[:, 128:192], count=4, bits=2, span=32).view(-1, 256) << 4
-    return q.view(-1, 16, 16).float().sub_(32).mul_(scale)
+def _q6_k(blocks: Tensor) -> Fields:
+    codes = _nibbles(blocks[..., :128], 64)
+    codes |= _spread(blocks[..., 128:192], count=4, bits=2, span=32) << 4
+    scales = blocks[..., 192:208].contiguous().view(torch.int8).flatten(1)
+    return Fields(codes.flatten(1), _half(blocks, 208), scales=scales)
 
 
-def _iq4_xs(blocks: Tensor) -> Tensor:
-    low = _pairs(blocks[:, 4:8])
-    high = _spread(blocks[:, 2:4], count=4, bits=2, span=1).flatten(1)
-    scale = (_half(blocks, 0) * (low + (high << 4)).float().sub_(32)).unsqueeze(2)
-    q = _spread(blocks[:, 8:], count=2, bits=4, span=16).view(-1, 8, 32)
-    return _lookup(_IQ4_VALUES, q).mul_(scale)
+def _iq4_xs(blocks: Tensor) -> Fields:
+    high = _spread(blocks[..., 2:4], count=4, bits=2, span=1)
+    scales = (_nibbles(blocks[..., 4:8], 1) | (high << 4)).to(torch.int8) - 32
+    scales = scales.flatten(1).repeat_interleave(2, 1)  # of 16 columns, as in other types of 256
+    return Fields(_nibbles(blocks[..., 8:]).flatten(1), _half(blocks, 0), scales=scales)
 
 
-def _q1_0_codes(blocks: Tensor) -> Tensor:
-    return _spread(blocks[:, 2:], count=8, bits=1, span=1).flatten(1) << 1
+def _q1_0(blocks: Tensor) -> Fields:
+    codes = _spread(blocks[..., 2:], count=8, bits=1, span=1) << 1
+    return Fields(codes.flatten(1), _half(blocks, 0))
 
 
-def _q2_0_codes(blocks: Tensor) -> Tensor:
-    return _spread(blocks[:, 2:], count=4, bits=2, span=1).flatten(1)
+def _q2_0(blocks: Tensor) -> Fields:
+    return Fields(_spread(blocks[..., 2:], count=4, bits=2, span=1).flatten(1), _half(blocks, 0))
 
 
-def _q1_0(blocks: Tensor) -> Tensor:
-    return _q1_0_codes(blocks).float().sub_(1).mul_(_half(blocks, 0))
+def _ternary(*spans: tuple[int, int, int]) -> Callable[[Tensor], Fields]:
+    """Read the ternary digits 0 to 2 of spans of bytes, the highest of each first; a byte is a fraction.
 
-
-def _q2_0(blocks: Tensor) -> Tensor:
-    return _q2_0_codes(blocks).float().sub_(1).mul_(_half(blocks, 0))
-
-
-def _digits(blocks: Tensor, *spans: tuple[int, int, int]) -> Tensor:
-    """Return the ternary digits 0 to 2 of spans of bytes, the highest of each first; a byte is a fraction.
-
-    A span is its first byte, the one after its last, and the digits of each.
+    A span is its first byte, the one after its last, and the digits of each. The scale follows the last.
     """
-    parts = []
-    for start, stop, digits in spans:
-        powers = 3 ** torch.arange(digits, dtype=torch.int32, device=blocks.device)
-        shifted = (blocks[:, None, start:stop].int() * powers[:, None]) & 255
-        parts.append((shifted * 3 >> 8).flatten(1))
-    return torch.cat(parts, 1)
+
+    def read(blocks: Tensor) -> Fields:
+        parts = []
+        for start, stop, digits in spans:
+            powers = 3 ** torch.arange(digits, dtype=torch.int32, device=blocks.device)
+            shifted = (blocks[..., None, start:stop].int() * powers[:, None]) & 255
+            parts.append((shifted * 3 >> 8).flatten(-2))
+        return Fields(torch.cat(parts, -1).to(torch.uint8).flatten(1), _half(blocks, spans[-1][1]))
+
+    return read
 
 
-def _tq1_0(blocks: Tensor) -> Tensor:
-    return _digits(blocks, (0, 32, 5), (32, 48, 5), (48, 52, 4)).float().sub_(1).mul_(_half(blocks, 52))
-
-
-def _ptq1_0_codes(blocks: Tensor) -> Tensor:
-    return _digits(blocks, (0, 16, 5), (16, 24, 5), (24, 26, 4)).to(torch.uint8)
-
-
-def _ptq1_0(blocks: Tensor) -> Tensor:
-    return _ptq1_0_codes(blocks).float().sub_(1).mul_(_half(blocks, 26))
-
-
-def _tq2_0(blocks: Tensor) -> Tensor:
-    q = _spread(blocks[:, :64], count=4, bits=2, span=32).view(-1, 256)
-    return q.float().sub_(1).mul_(_half(blocks, 64))
+def _tq2_0(blocks: Tensor) -> Fields:
+    return Fields(_spread(blocks[..., :64], count=4, bits=2, span=32).flatten(1), _half(blocks, 64))
 
 
 def _words(blocks: Tensor, start: int, stop: int, dtype: torch.dtype) -> Tensor:
@@ -288,14 +287,14 @@ def _iq2_xxs(blocks: Tensor) -> Tensor:
 
 def _iq2_xs(blocks: Tensor) -> Tensor:
     words = _words(blocks, 2, 66, torch.int16)
-    scale = _half(blocks, 0) * (_pairs(blocks[:, 66:]).float() + 0.5) * 0.25
+    scale = _half(blocks, 0) * (_nibbles(blocks[:, 66:], 1).float() + 0.5) * 0.25
     values = _from_grid(QuantType.IQ2_XS, words & 511).mul_(scale.repeat_interleave(2, 1).unsqueeze(2))
     return values.mul_(_even_signs(words >> 9))
 
 
 def _iq2_s(blocks: Tensor) -> Tensor:
     index = blocks[:, 2:34].int() + (_fields(blocks[:, 66:74].int(), count=4, bits=2).flatten(1) << 8)
-    scale = _half(blocks, 0) * (_pairs(blocks[:, 74:]).float() + 0.5) * 0.25
+    scale = _half(blocks, 0) * (_nibbles(blocks[:, 74:], 1).float() + 0.5) * 0.25
     values = _from_grid(QuantType.IQ2_S, index).mul_(scale.repeat_interleave(2, 1).unsqueeze(2))
     return values.mul_(_plain_signs(blocks[:, 34:66]))
 
@@ -317,9 +316,11 @@ def _iq1_s(blocks: Tensor) -> Tensor:
 
 
 def _iq1_m(blocks: Tensor) -> Tensor:
-    high, words = _pairs(blocks[:, 32:48]).int(), _words(blocks, 48, 56, torch.int16)
+    high, words = _nibbles(blocks[:, 32:48], 1).int(), _words(blocks, 48, 56, torch.int16)
     # The float16 scale is cut into the highest nibbles of four words.
-    nibbles = _fields(words >> 12, count=1, bits=4).squeeze(-1) << _shifts(4, 4, words).int().view(1, 4)
+    nibbles = _fields(words >> 12, count=1, bits=4).squeeze(-1) << torch.arange(
+        0, 16, 4, dtype=torch.int32, device=words.device
+    )
     d = nibbles.sum(1, keepdim=True, dtype=torch.int32).short().view(torch.float16).float()
     scale = d * (_fields(words, count=4, bits=3).flatten(1) * 2 + 1).float()
     shift = (high >> 3).float().mul_(-0.25).add_(0.125)
@@ -328,20 +329,11 @@ def _iq1_m(blocks: Tensor) -> Tensor:
 
 
 def _iq3_s(blocks: Tensor) -> Tensor:
-    scale = _half(blocks, 0) * (_pairs(blocks[:, 106:110]).float() * 2 + 1)
+    scale = _half(blocks, 0) * (_nibbles(blocks[:, 106:110], 1).float() * 2 + 1)
     index = blocks[:, 2:66].int() + (_spread(blocks[:, 66:74], count=8, bits=1, span=1).flatten(1).int() << 8)
     sign = _spread(blocks[:, 74:106], count=8, bits=1, span=1).view(-1, 8, 32).float().mul_(-2).add_(1)
     values = _from_grid(QuantType.IQ3_S, index).view(-1, 8, 32)
     return values.mul_(scale.unsqueeze(2)).mul_(sign)
-
-
-# Types with a code book, which only the gguf package has.
-_CODE_BOOKS = frozenset(
-    {
-        *(QuantType.IQ1_S, QuantType.IQ1_M, QuantType.IQ2_XXS, QuantType.IQ2_XS, QuantType.IQ2_S),
-        *(QuantType.IQ3_XXS, QuantType.IQ3_S),
-    }
-)
 
 
 def check_decodable(types: Iterable[QuantType]) -> None:
@@ -352,13 +344,13 @@ def check_decodable(types: Iterable[QuantType]) -> None:
     kinds = set(types)
     if QuantType.I64 in kinds:
         raise UnsupportedQuant("a tensor of the model is of type I64, which holds whole numbers, no weights")
-    for type in sorted(_CODE_BOOKS & kinds):
+    for type in sorted(kinds & _DECODERS.keys()):
         _grid(type, torch.device("cpu"))
 
 
 @cache
 def _grid(type: QuantType, device: torch.device) -> Tensor:
-    """Return a code book [entries, 8 or 4], float32."""
+    """Return a code book [entries, 8 or 4], float32: only the gguf package has it."""
     try:
         from gguf import quants
     except ImportError as error:
@@ -377,19 +369,30 @@ _FLOATS: dict[QuantType, torch.dtype] = {
     QuantType.BF16: torch.bfloat16,
 }
 
+_FIELDS: dict[QuantType, _Format] = {
+    QuantType.Q8_0: _Format(_q8_0, 128),
+    QuantType.Q4_0: _Format(_q4_0, 8),
+    QuantType.Q4_1: _Format(_q4_1),
+    QuantType.Q5_0: _Format(_q5_0, 16),
+    QuantType.Q5_1: _Format(_q5_1),
+    QuantType.Q2_K: _Format(_q2_k),
+    QuantType.Q3_K: _Format(_q3_k, 4),
+    QuantType.Q4_K: _Format(_q4_k),
+    QuantType.Q5_K: _Format(_q5_k),
+    QuantType.Q6_K: _Format(_q6_k, 32),
+    QuantType.IQ4_NL: _Format(_q4_0, table=IQ4_VALUES),
+    QuantType.IQ4_XS: _Format(_iq4_xs, table=IQ4_VALUES),
+    QuantType.MXFP4: _Format(_mxfp4, table=FP4_VALUES),
+    QuantType.NVFP4: _Format(_nvfp4, table=FP4_VALUES),
+    QuantType.TQ1_0: _Format(_ternary((0, 32, 5), (32, 48, 5), (48, 52, 4)), 1),
+    QuantType.TQ2_0: _Format(_tq2_0, 1),
+    QuantType.Q1_0: _Format(_q1_0, 1),
+    QuantType.Q2_0: _Format(_q2_0, 1),
+    QuantType.PQ2_0: _Format(_q2_0, 1),
+    QuantType.PTQ1_0: _Format(_ternary((0, 16, 5), (16, 24, 5), (24, 26, 4)), 1),
+}
+# Of types with a code book.
 _DECODERS: dict[QuantType, Callable[[Tensor], Tensor]] = {
-    QuantType.Q8_0: _q8_0,
-    QuantType.Q4_0: _q4_0,
-    QuantType.Q4_1: _q4_1,
-    QuantType.Q5_0: _q5_0,
-    QuantType.Q5_1: _q5_1,
-    QuantType.Q2_K: _q2_k,
-    QuantType.Q3_K: _q3_k,
-    QuantType.Q4_K: _q4_k,
-    QuantType.Q5_K: _q5_k,
-    QuantType.Q6_K: _q6_k,
-    QuantType.IQ4_NL: _iq4_nl,
-    QuantType.IQ4_XS: _iq4_xs,
     QuantType.IQ3_S: _iq3_s,
     QuantType.IQ3_XXS: _iq3_xxs,
     QuantType.IQ2_S: _iq2_s,
@@ -397,19 +400,4 @@ _DECODERS: dict[QuantType, Callable[[Tensor], Tensor]] = {
     QuantType.IQ2_XXS: _iq2_xxs,
     QuantType.IQ1_S: _iq1_s,
     QuantType.IQ1_M: _iq1_m,
-    QuantType.TQ1_0: _tq1_0,
-    QuantType.TQ2_0: _tq2_0,
-    QuantType.MXFP4: _mxfp4,
-    QuantType.NVFP4: _nvfp4,
-    QuantType.Q1_0: _q1_0,
-    QuantType.Q2_0: _q2_0,
-    QuantType.PQ2_0: _q2_0,
-    QuantType.PTQ1_0: _ptq1_0,
-}
-# Of blocks whose values are d times -1, 0, 1 or 2: the values plus 1, and where d stands.
-_TWO_BITS: dict[QuantType, tuple[Callable[[Tensor], Tensor], int]] = {
-    QuantType.Q1_0: (_q1_0_codes, 0),
-    QuantType.Q2_0: (_q2_0_codes, 0),
-    QuantType.PQ2_0: (_q2_0_codes, 0),
-    QuantType.PTQ1_0: (_ptq1_0_codes, 26),
 }

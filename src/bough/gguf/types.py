@@ -10,47 +10,47 @@ NATIVE_TYPES = (
 
 
 class QuantType(IntEnum):
-    """ggml type ids as stored in a file; only the types Bough reads."""
+    """ggml type ids as stored in a file, only of the types Bough reads; elements and bytes of a block."""
 
-    F32 = 0
-    F16 = 1
-    Q4_0 = 2
-    Q4_1 = 3
-    Q5_0 = 6
-    Q5_1 = 7
-    Q8_0 = 8
-    Q2_K = 10
-    Q3_K = 11
-    Q4_K = 12
-    Q5_K = 13
-    Q6_K = 14
-    IQ2_XXS = 16
-    IQ2_XS = 17
-    IQ3_XXS = 18
-    IQ1_S = 19
-    IQ4_NL = 20
-    IQ3_S = 21
-    IQ2_S = 22
-    IQ4_XS = 23
-    I64 = 27  # token ids, no weights
-    IQ1_M = 29
-    BF16 = 30
-    TQ1_0 = 34
-    TQ2_0 = 35
-    MXFP4 = 39
-    NVFP4 = 40  # its matrices are multiplied by a tensor of their own, see models/weights.py
-    Q1_0 = 41
-    Q2_0 = 42  # in blocks of 64; older files have the same number for blocks of 128
-    PQ2_0 = 142  # of PrismML, as the next; gguf/rotation.py says in which files
-    PTQ1_0 = 143
+    block_elements: int
+    block_bytes: int
 
-    @property
-    def block_elements(self) -> int:
-        return _BLOCKS[self][0]
+    def __new__(cls, number: int, elements: int, nbytes: int) -> "QuantType":
+        member = int.__new__(cls, number)
+        member._value_, member.block_elements, member.block_bytes = number, elements, nbytes
+        return member
 
-    @property
-    def block_bytes(self) -> int:
-        return _BLOCKS[self][1]
+    F32 = 0, 1, 4
+    F16 = 1, 1, 2
+    Q4_0 = 2, 32, 18
+    Q4_1 = 3, 32, 20
+    Q5_0 = 6, 32, 22
+    Q5_1 = 7, 32, 24
+    Q8_0 = 8, 32, 34
+    Q2_K = 10, 256, 84
+    Q3_K = 11, 256, 110
+    Q4_K = 12, 256, 144
+    Q5_K = 13, 256, 176
+    Q6_K = 14, 256, 210
+    IQ2_XXS = 16, 256, 66
+    IQ2_XS = 17, 256, 74
+    IQ3_XXS = 18, 256, 98
+    IQ1_S = 19, 256, 50
+    IQ4_NL = 20, 32, 18
+    IQ3_S = 21, 256, 110
+    IQ2_S = 22, 256, 82
+    IQ4_XS = 23, 256, 136
+    I64 = 27, 1, 8  # token ids, no weights
+    IQ1_M = 29, 256, 56
+    BF16 = 30, 1, 2
+    TQ1_0 = 34, 256, 54
+    TQ2_0 = 35, 256, 66
+    MXFP4 = 39, 32, 17
+    NVFP4 = 40, 64, 36  # its matrices are multiplied by a tensor of their own, see models/weights.py
+    Q1_0 = 41, 128, 18
+    Q2_0 = 42, 64, 18  # in blocks of 64; older files have the same number for blocks of 128
+    PQ2_0 = 142, 128, 34  # of PrismML, as the next; gguf/rotation.py says in which files
+    PTQ1_0 = 143, 128, 28
 
     @property
     def bits_per_weight(self) -> float:
@@ -81,39 +81,3 @@ def tile_type(type: QuantType) -> QuantType:
     Of 1 and 2 bits it is Q4_0, whose codes and scales hold the same values; of others without tiles float16.
     """
     return type if type in TILE_TYPES else QuantType.Q4_0 if type in TWO_BITS else QuantType.F16
-
-
-# elements and bytes of one block
-_BLOCKS = {
-    QuantType.F32: (1, 4),
-    QuantType.F16: (1, 2),
-    QuantType.BF16: (1, 2),
-    QuantType.Q4_0: (32, 18),
-    QuantType.Q4_1: (32, 20),
-    QuantType.Q5_0: (32, 22),
-    QuantType.Q5_1: (32, 24),
-    QuantType.Q8_0: (32, 34),
-    QuantType.Q2_K: (256, 84),
-    QuantType.Q3_K: (256, 110),
-    QuantType.Q4_K: (256, 144),
-    QuantType.Q5_K: (256, 176),
-    QuantType.Q6_K: (256, 210),
-    QuantType.IQ4_NL: (32, 18),
-    QuantType.IQ4_XS: (256, 136),
-    QuantType.IQ3_S: (256, 110),
-    QuantType.IQ3_XXS: (256, 98),
-    QuantType.IQ2_S: (256, 82),
-    QuantType.IQ2_XS: (256, 74),
-    QuantType.IQ2_XXS: (256, 66),
-    QuantType.IQ1_S: (256, 50),
-    QuantType.IQ1_M: (256, 56),
-    QuantType.TQ1_0: (256, 54),
-    QuantType.TQ2_0: (256, 66),
-    QuantType.MXFP4: (32, 17),
-    QuantType.NVFP4: (64, 36),
-    QuantType.Q1_0: (128, 18),
-    QuantType.Q2_0: (64, 18),
-    QuantType.PQ2_0: (128, 34),
-    QuantType.PTQ1_0: (128, 28),
-    QuantType.I64: (1, 8),
-}

@@ -119,7 +119,6 @@ class Block:
 
     @property
     def routed(self) -> Sequence[Any]:
-        """Return the matrices of routed experts."""
         return self._ffn.routed if isinstance(self._ffn, Experts) else ()
 
     def __call__(
@@ -273,7 +272,6 @@ class Decoder:
         return logits
 
     def head_rows(self, tokens: Tensor) -> Tensor:
-        """See Target."""
         return self._head.rows(tokens) if self._head_table is None else self._head_table(tokens)
 
     def keep_head_rows(self, loader: WeightLoader) -> None:

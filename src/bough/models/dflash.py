@@ -1,6 +1,6 @@
 """The DFlash draft: predicts a block of masked tokens from the target's hidden states. Owns no state."""
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +12,7 @@ from torch.nn.functional import logsigmoid, pad
 from bough.gguf.reader import GGUFFile
 from bough.gguf.types import QuantType
 from bough.kernels.attention import block_attention
+from bough.kernels.kv_cache.format import KVRing
 from bough.kernels.norm_rope import add_rms_norm, head_rope, ring_heads, rms_norm, rope_angles
 from bough.kernels.quant_matmul import PackedRows
 from bough.kernels.tree import MAX_ROWS
@@ -35,6 +36,17 @@ class DraftBuffers:
     lengths: Tensor  # [slots] int64: number of committed positions
     starts: Tensor  # [slots] int64: positions below it were skipped
 
+    def layer(self, index: int, slots: Tensor) -> KVRing:
+        return KVRing(self.keys[index], self.values[index], slots, self.lengths, self.starts)
+
+
+Half = Callable[[Tensor | PackedRows], Tensor]  # of a layer
+
+
+def plainly(x: Tensor | PackedRows, half: Half) -> Tensor:
+    """Return the output of half a layer, where there are no convolutions."""
+    return half(x)
+
 
 class DynamicConvolution:
     """A causal convolution over a block's rows, whose kernel is a constant plus what each row asks for.
@@ -50,8 +62,9 @@ class DynamicConvolution:
         rows = 2 * self._taps * spec.width // self._group
         self._project = loader.matrix(f"{name}_proj.weight", rows, spec.width)
 
-    def around(self, x: Tensor, half: Callable[[Tensor], Tensor]) -> Tensor:
+    def __call__(self, x: Tensor | PackedRows, half: Half) -> Tensor:
         """Return the output of half a layer [B, T, width] of x [B, T, width], convolved before and after."""
+        assert isinstance(x, Tensor), "packed rows for a convolution"
         kernels = self._project(x).unflatten(-1, (2, self._taps, -1))
         return self._convolve(half(self._convolve(x, kernels, 0)), kernels, 1)
 
@@ -135,14 +148,13 @@ class DraftLayer:
         self._norm = loader.vector(f"{block}.attn_norm.weight", width)
         self._ffn_norm = loader.vector(f"{block}.ffn_norm.weight", width)
         self._ffn = FeedForward(loader, block, width=width, inner=spec.feed_forward)
-        self._takes_packed = takes_packed(self._query, self.to_key_value)
         self.key_value_takes_packed = takes_packed(self.to_key_value)
-        self._convolutions: tuple[DynamicConvolution, DynamicConvolution] | None = None
+        self._around: Sequence[Callable[[Tensor | PackedRows, Half], Tensor]] = (plainly, plainly)
+        self._pack = takes_packed(self._query, self.to_key_value), self._ffn.takes_packed
         if spec.second is not None:
-            self._convolutions = (
-                DynamicConvolution(spec, loader, f"{block}.attn_conv"),
-                DynamicConvolution(spec, loader, f"{block}.ffn_conv"),
-            )
+            names = (f"{block}.attn_conv", f"{block}.ffn_conv")
+            self._around = [DynamicConvolution(spec, loader, name) for name in names]
+            self._pack = False, False
 
     def key_value(self, x: Tensor | PackedRows, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Return k and v [B, T, KV, D] of x [B, T, width]: context features or normed block rows."""
@@ -163,8 +175,8 @@ class DraftLayer:
     ) -> None:
         """Write rows of `to_key_value`'s output to the layer's ring; `tables` are those of `ring_heads`."""
         k, v = self._heads(rows, len(slots))
-        pools = {"keys": buffers.keys[self._index], "values": buffers.values[self._index]}
-        ring_heads(k, v, self._key_norm, self._spec.eps, *angles, **pools, slots=slots, **tables)
+        ring = buffers.layer(self._index, slots)
+        ring_heads(k, v, self._key_norm, self._spec.eps, *angles, ring=ring, **tables)
 
     def __call__(
         self,
@@ -179,17 +191,11 @@ class DraftLayer:
 
         x [B, T, width] and `add`, the previous layer's output, are the residual stream before this layer.
         """
-        if self._convolutions is None:
-            x, h = add_rms_norm(x, add, self._norm, self._spec.eps, pack=self._takes_packed)
-            out = self._attend(h, positions, angles, slots, buffers)
-            pack = self._ffn.takes_packed
-            x, h = add_rms_norm(x, out, self._ffn_norm, self._spec.eps, pack=pack)
-            return x, self._ffn(h).view_as(x)
-        around_attention, around_ffn = self._convolutions
-        x, h = add_rms_norm(x, add, self._norm, self._spec.eps)
-        out = around_attention.around(h, lambda h: self._attend(h, positions, angles, slots, buffers))
-        x, h = add_rms_norm(x, out, self._ffn_norm, self._spec.eps)
-        return x, around_ffn.around(h, lambda h: self._ffn(h).view_as(h))
+        eps, (pack, pack_ffn), (around_attention, around_ffn) = self._spec.eps, self._pack, self._around
+        x, h = add_rms_norm(x, add, self._norm, eps, pack=pack)
+        out = around_attention(h, lambda h: self._attend(h, positions, angles, slots, buffers))
+        x, h = add_rms_norm(x, out, self._ffn_norm, eps, pack=pack_ffn)
+        return x, around_ffn(h, lambda h: self._ffn(h).view_as(x))
 
     def _attend(
         self,
@@ -204,19 +210,9 @@ class DraftLayer:
         q = self._query(h).view(*positions.shape, spec.heads, -1)
         q = head_rope(q, self._query_norm, spec.eps, *angles, interleaved=False)
         k, v = self.key_value(h, angles)
-        out = block_attention(
-            q,
-            k,
-            v,
-            positions,
-            buffers.keys[index],
-            buffers.values[index],
-            slots,
-            buffers.lengths,
-            buffers.starts,
-            window=spec.window if spec.layers[index] == "sliding" else None,
-            causal=spec.causal[index],
-        )
+        window = spec.window if spec.layers[index] == "sliding" else None
+        ring, causal = buffers.layer(index, slots), spec.causal[index]
+        out = block_attention(q, k, v, positions, ring, window=window, causal=causal)
         return self._out(out.flatten(-2))
 
 
@@ -401,6 +397,7 @@ class DFlashDraft:
                 before, add = x + add, None
                 x = self._injection.between_rows(before, index, anchors)
         whole, normed = add_rms_norm(x, add, self._norm, self.spec.eps)
+        assert isinstance(normed, Tensor)
         return (whole if before is None else before), normed
 
     def logits(self, hidden: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:

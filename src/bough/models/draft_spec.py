@@ -15,37 +15,67 @@ from bough.models.spec import ModelSpec
 log = logging.getLogger(__name__)
 
 LayerKind = Literal["full", "sliding"]
-_GLOBAL_TENSORS = ("fc", "enc.output_norm", "output_norm")
-_LAYER_TENSORS = (
-    *("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "attn_q_norm", "attn_k_norm"),
-    *("ffn_norm", "ffn_gate", "ffn_up", "ffn_down"),
-)
-# What DFlash2 adds: dynamic convolutions around each half of a layer, and the candidate selector.
-_LAYER_CONVOLUTIONS = ("attn_conv_base", "attn_conv_proj", "ffn_conv_base", "ffn_conv_proj")
-# What DSpark adds: a score of each token after each other one, and how likely the next is accepted.
-_MARKOV_TENSORS = ("markov_w1.weight", "markov_w2.weight")
-_CONFIDENCE_TENSORS = ("conf_proj.weight", "conf_proj.bias")
-# What a draft adds that refines rows by the token before them: an MLP over candidates, or DSpine's messages.
-_MLP_TENSORS = ("refine_norm.weight", "refine_ug.weight", "refine_ug.bias", "refine_d.weight")
-_INJECTION_TENSORS = (
-    *("refine_message.weight", "refine_receiver.weight", "refine_predecessor.weight"),
-    *("refine_gate.bias", "refine_codes.weight"),
-)
-_LAYER_INJECTIONS = ("refine_readout", "refine_write")
-_REFINED = 16  # candidates of a position that both were trained with
-_SELECTOR_TENSORS = ("selector_predecessor", "selector_successor", "selector_hidden")
+# The tensors of DFlash and of what each kind of draft adds, by GGUF's name: the name in a checkpoint, {} is a
+# layer's number.
+TENSORS: dict[str, dict[str, str]] = {
+    "dflash": {
+        "fc.weight": "fc.weight",
+        "enc.output_norm.weight": "hidden_norm.weight",
+        "output_norm.weight": "norm.weight",
+        "blk.{}.attn_norm.weight": "layers.{}.input_layernorm.weight",
+        "blk.{}.attn_q.weight": "layers.{}.self_attn.q_proj.weight",
+        "blk.{}.attn_k.weight": "layers.{}.self_attn.k_proj.weight",
+        "blk.{}.attn_v.weight": "layers.{}.self_attn.v_proj.weight",
+        "blk.{}.attn_output.weight": "layers.{}.self_attn.o_proj.weight",
+        "blk.{}.attn_q_norm.weight": "layers.{}.self_attn.q_norm.weight",
+        "blk.{}.attn_k_norm.weight": "layers.{}.self_attn.k_norm.weight",
+        "blk.{}.ffn_norm.weight": "layers.{}.post_attention_layernorm.weight",
+        "blk.{}.ffn_gate.weight": "layers.{}.mlp.gate_proj.weight",
+        "blk.{}.ffn_up.weight": "layers.{}.mlp.up_proj.weight",
+        "blk.{}.ffn_down.weight": "layers.{}.mlp.down_proj.weight",
+    },
+    # Dynamic convolutions around each half of a layer, and the candidate selector.
+    "dflash2": {
+        "selector_predecessor.weight": "candidate_selector.predecessor_codebook",
+        "selector_successor.weight": "candidate_selector.successor_codebook",
+        "selector_hidden.weight": "candidate_selector.hidden_projection.weight",
+        "blk.{}.attn_conv_base.weight": "layers.{}.attention_conv.base_kernel",
+        "blk.{}.attn_conv_proj.weight": "layers.{}.attention_conv.kernel_projection.weight",
+        "blk.{}.ffn_conv_base.weight": "layers.{}.mlp_conv.base_kernel",
+        "blk.{}.ffn_conv_proj.weight": "layers.{}.mlp_conv.kernel_projection.weight",
+    },
+    # A score of each token after each other one, and how likely the next is accepted.
+    "dspark": {
+        "markov_w1.weight": "markov_head.markov_w1.weight",
+        "markov_w2.weight": "markov_head.markov_w2.weight",
+        "conf_proj.weight": "confidence_head.proj.weight",
+        "conf_proj.bias": "confidence_head.proj.bias",
+    },
+    # What refines rows by the token before them: an MLP over candidates, or DSpine's messages.
+    "mlp": {
+        "refine_norm.weight": "ar_approximation.norm.weight",
+        "refine_ug.weight": "ar_approximation.ug.weight",
+        "refine_ug.bias": "ar_approximation.ug.bias",
+        "refine_d.weight": "ar_approximation.d.weight",
+    },
+    "dspine": {
+        "refine_message.weight": "injection.message.weight",
+        "refine_receiver.weight": "injection.receiver_gate.weight",
+        "refine_predecessor.weight": "injection.predecessor_gate.weight",
+        "refine_gate.bias": "injection.bias",
+        "refine_codes.weight": "transfer_codes",
+        "blk.{}.refine_readout.weight": "injection.readouts.{}.weight",
+        "blk.{}.refine_write.weight": "injection.writes.{}.weight",
+    },
+}
 # The target's own are used; some checkpoints contain copies.
 SHARED_TENSORS = ("token_embd.weight", "output.weight")
 # Of a draft with a vocabulary of its own: the target's ids of its tokens, and its head.
 OWN_IDS, _OWN_HEAD = "d2t", "output.weight"
+_REFINED = 16  # candidates of a position that both kinds that refine rows were trained with
 # Settings that change the backbone's computation, or the position that a row predicts, without a tensor of
 # their own; with the only supported value.
-_FIXED = {
-    "hidden_act": "silu",
-    "partial_rotary_factor": 1.0,
-    "use_swa": False,
-    "shift_label": False,
-}
+_FIXED = {"hidden_act": "silu", "partial_rotary_factor": 1.0, "use_swa": False, "shift_label": False}
 # Whether rows of a block see only those before them, as z-lab, others and JetSpec spell it.
 _CAUSAL = ("is_causal", "causal", "causal_head")
 # Settings that change nothing here: of training, of the library that wrote the file, or said by the tensors.
@@ -99,11 +129,11 @@ class RefineSpec:
     @classmethod
     def of(cls, tensors: Mapping[str, TensorInfo]) -> "RefineSpec | None":
         """Return what the tensors show; None: there is no such head."""
-        if (down := tensors.get(_MLP_TENSORS[-1])) is not None:
+        if (down := tensors.get("refine_d.weight")) is not None:
             return cls(inner=down.shape[-1])
-        if (codes := tensors.get(_INJECTION_TENSORS[-1])) is None:
+        if (codes := tensors.get("refine_codes.weight")) is None:
             return None
-        message = tensors.get(_INJECTION_TENSORS[0])
+        message = tensors.get("refine_message.weight")
         return cls(inner=0 if message is None else message.shape[0], rank=codes.shape[-1])
 
 
@@ -148,7 +178,7 @@ class DraftSpec:
         if (ids := tensors.get(OWN_IDS)) is not None and not self.reduced:
             size = self.draft_vocab_size or ids.elements
             return replace(self, draft_vocab_size=size, reduced=True).with_heads(tensors, causal=causal)
-        table = tensors.get(_MARKOV_TENSORS[0])
+        table = tensors.get("markov_w1.weight")
         if table is None and self.second is None and (refine := RefineSpec.of(tensors)) is not None:
             if self.reduced or self.from_anchor:
                 raise UnsupportedModel(
@@ -166,7 +196,7 @@ class DraftSpec:
                     "needed False for a draft without a Markov head"
                 )
             return replace(self, from_anchor=False)
-        markov = MarkovSpec(rank=table.shape[-1], confidence=_CONFIDENCE_TENSORS[0] in tensors)
+        markov = MarkovSpec(rank=table.shape[-1], confidence="conf_proj.weight" in tensors)
         return replace(self, markov=markov, from_anchor=self.from_anchor is not False)
 
     def check_target(self, target: ModelSpec) -> None:
@@ -197,23 +227,13 @@ class DraftSpec:
 
     def check_tensors(self, tensors: Mapping[str, TensorInfo], target: ModelSpec, source: str) -> None:
         """Raise for tensors (named as in a GGUF file) that would otherwise be silently ignored."""
-        names = {f"{name}.weight" for name in _GLOBAL_TENSORS}
-        names |= {
-            f"blk.{layer}.{name}.weight" for layer in range(len(self.layers)) for name in _LAYER_TENSORS
-        }
-        if self.second is not None:
-            names |= {f"{name}.weight" for name in _SELECTOR_TENSORS}
-            layers = range(len(self.layers))
-            names |= {f"blk.{layer}.{name}.weight" for layer in layers for name in _LAYER_CONVOLUTIONS}
-            # llama.cpp writes the base kernels without a suffix.
-            names |= {name.removesuffix(".weight") for name in names if "_conv_base" in name}
-        if self.markov is not None:
-            names |= {*_MARKOV_TENSORS, *_CONFIDENCE_TENSORS}
-        if self.refine is not None:
-            names |= {*(_MLP_TENSORS if self.refine.rank is None else _INJECTION_TENSORS)}
-        if self.refine is not None and self.refine.rank is not None:
-            layers = range(len(self.layers))
-            names |= {f"blk.{layer}.{name}.weight" for layer in layers for name in _LAYER_INJECTIONS}
+        refined = "mlp" if self.refine is None or self.refine.rank is None else "dspine"
+        heads = {"dflash2": self.second, "dspark": self.markov, refined: self.refine}
+        kinds = ["dflash", *(kind for kind, head in heads.items() if head is not None)]
+        parts = [name for kind in kinds for name in TENSORS[kind]]
+        names = {name.format(layer) for name in parts for layer in range(len(self.layers))}
+        # llama.cpp writes the base kernels without a suffix.
+        names |= {name.removesuffix(".weight") for name in names if "_conv_base" in name}
         shape, prefix = (target.vocab_size, target.width), ()
         if self.reduced:
             names |= {OWN_IDS, _OWN_HEAD}
@@ -348,27 +368,17 @@ class DraftSpec:
         return spec
 
     def __post_init__(self) -> None:
-        faults = [
-            (
-                "num_attention_heads",
-                self.heads,
-                self.heads % self.kv_heads == 0,
-                f"a multiple of {self.kv_heads}",
-            ),
-            ("head_dim", self.head_dim, self.head_dim % 2 == 0, "an even number"),
-            (
-                "block_size",
-                self.block_size,
-                MIN_BLOCK <= self.block_size <= MAX_BLOCK,
-                f"between {MIN_BLOCK} and {MAX_BLOCK}",
-            ),
-            ("target_layer_ids", list(self.taps), bool(self.taps) and min(self.taps) >= 0, "layers from 0"),
-        ]
-        if self.second is not None:
-            group = self.second.group
-            faults.append(("conv_group_size", group, self.width % group == 0, f"a divisor of {self.width}"))
-        for key, seen, sound, needed in faults:
-            if not sound:
+        size, group = self.block_size, self.second.group if self.second is not None else 1
+        least = min(self.taps, default=-1)
+        faults = (
+            ("num_attention_heads", self.heads, self.heads % self.kv_heads, f"a multiple of {self.kv_heads}"),
+            ("head_dim", self.head_dim, self.head_dim % 2, "an even number"),
+            ("block_size", size, not MIN_BLOCK <= size <= MAX_BLOCK, f"between {MIN_BLOCK} and {MAX_BLOCK}"),
+            ("target_layer_ids", list(self.taps), least < 0, "layers from 0"),
+            ("conv_group_size", group, self.width % group, f"a divisor of {self.width}"),
+        )
+        for key, seen, wrong, needed in faults:
+            if wrong:
                 raise UnsupportedModel(f"{self.source}: {key} is {seen}, needed {needed}")
 
 

@@ -111,10 +111,7 @@ class Attention:
             self._norms = [loader.vector(f"{block}.attn_{part}_norm.weight", spec.head_dim) for part in "qk"]
 
     def __call__(
-        self,
-        x: Tensor | PackedRows,
-        context: ForwardContext,
-        buffers: AttentionBuffers,
+        self, x: Tensor | PackedRows, context: ForwardContext, buffers: AttentionBuffers
     ) -> Tensor | Unfinished:
         """Return [B, T, width] of normed x [B, T, width]."""
         spec = self._spec
@@ -170,10 +167,7 @@ class GatedDelta:
         self.takes_packed, self._out_takes_packed = takes_packed(self._in), takes_packed(self._out)
 
     def __call__(
-        self,
-        x: Tensor | PackedRows,
-        context: ForwardContext,
-        buffers: DeltaBuffers,
+        self, x: Tensor | PackedRows, context: ForwardContext, buffers: DeltaBuffers
     ) -> Tensor | Unfinished:
         """Return [B, T, width] of normed x [B, T, width]."""
         batch = context.batch

@@ -98,10 +98,8 @@ class MTPBlock:
         x = self.fuse(embeddings, hidden[:, :-1])
         positions = ring.lengths[slots][:, None] + torch.arange(rows, device=self.device)
         k, v = self._heads(self._key_value(rms_norm(x, self._norm, self.spec.eps)))
-        pools = {"keys": ring.keys[0], "values": ring.values[0]}
-        tables = {"slots": slots, "positions": positions, "count": count}
-        angles = rope_angles(positions, self._frequencies)
-        ring_heads(k, v, self._key_norm, self.spec.eps, *angles, **pools, **tables)
+        angles, tables = rope_angles(positions, self._frequencies), {"positions": positions, "count": count}
+        ring_heads(k, v, self._key_norm, self.spec.eps, *angles, ring=ring.layer(0, slots), **tables)
         ring.lengths.index_add_(0, slots, count)
 
     def fuse(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
@@ -139,10 +137,8 @@ class MTPBlock:
         )
         queries = q.new_zeros(len(q), rows, *q.shape[2:]).scatter(1, index.expand_as(q), q)
         positions = starts + torch.arange(rows, device=self.device)
-        tables = (slots, ring.lengths, ring.starts)
-        out = block_attention(
-            queries, keys, values, positions, ring.keys[0], ring.values[0], *tables, window=None, causal=True
-        )
+        layer = ring.layer(0, slots)
+        out = block_attention(queries, keys, values, positions, layer, window=None, causal=True)
         out = out.gather(1, index.expand(-1, 1, *out.shape[2:])) * gate.sigmoid()
         x = x + self._out(out.flatten(1))
         x = x + self._ffn(rms_norm(x, self._ffn_norm, spec.eps)).view_as(x)

@@ -8,6 +8,7 @@ import ctypes
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -166,8 +167,28 @@ class NativeLoader(WeightLoader):
         layer.gate, layer.up = matrix("ffn_gate", ffn, width), matrix("ffn_up", ffn, width)
         return layer
 
+    def attention(self, spec: ModelSpec | DraftSpec, block: str, *, queries: int = 1, norms: bool) -> Layer:
+        """Return a layer with attention; `queries`: matrices for each head, with an output gate 2."""
+        query, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+        inputs = {"attn_q": queries * query, "attn_k": kv, "attn_v": kv}
+        layer = self.layer(spec, block, inputs, "attn_output", query)
+        layer.attention = True
+        if norms:
+            layer.q_norm = self.norm(block, "attn_q_norm", spec.head_dim)
+            layer.k_norm = self.norm(block, "attn_k_norm", spec.head_dim)
+        return layer
+
+    def model(
+        self, spec: ModelSpec | DraftSpec, layers: "ctypes.Array[Layer]", frequencies: Tensor, **rest: Any
+    ) -> Model:
+        """Return what native code reads of a model; `rest`: where targets and drafts differ."""
+        sizes = {"width": spec.width, "ffn": spec.feed_forward, "heads": spec.heads}
+        sizes |= {"kv_heads": spec.kv_heads, "head_dim": spec.head_dim, "layers": len(layers)}
+        norm = self.address(self.vector("output_norm.weight", spec.width))
+        pointers = {"frequencies": self.address(frequencies), "norm": norm, "layer": layers}
+        return Model(**sizes, **pointers, eps=spec.eps, **rest)
+
     def norm(self, block: str, name: str, size: int) -> int:
-        """Return the address of a norm's weights."""
         return self.address(self.vector(f"{block}.{name}.weight", size))
 
 
@@ -201,7 +222,7 @@ class NativeDecoder:
         self._layers = (Layer * len(spec.layers))(*(self._layer(loader, i) for i in range(len(spec.layers))))
         self._frequencies = rope_frequencies(spec, loader, theta=spec.rope_theta)
         self._axes = torch.tensor(spec.rope_axes)
-        self._model = self._described(loader, mode)
+        self._model = self._described(loader)
         self._scratch = torch.empty(
             self.library.c.tf_step_scratch(self._model, self.library.threads), dtype=torch.uint8
         )
@@ -240,7 +261,6 @@ class NativeDecoder:
 
     @property
     def packed_bytes(self) -> int:
-        """Return the bytes of all weights."""
         return sum(part.nbytes for part in self._held) - self._frequencies.nbytes
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -256,13 +276,11 @@ class NativeDecoder:
         return self.library.matmul(self._head, hidden, mode=INT8)
 
     def head_rows(self, tokens: Tensor) -> Tensor:
-        """See Target."""
         return self.library.embed(self._head, tokens)
 
     def forward(
         self, step: Step, buffers: Buffers, *, taps: Sequence[int] = (), tapped: int | None = None
     ) -> Output:
-        """See Decoder.forward."""
         hidden = torch.empty(*step.tokens.shape, self.spec.width)
         return Output(hidden, self._run(step, buffers, taps, tapped, hidden=hidden))
 
@@ -394,14 +412,8 @@ class NativeDecoder:
         spec, block = self.spec, f"blk.{index}"
         if spec.layers[index] != "attention":
             return self._delta(loader, block)
-        query, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-        inputs = {"attn_q": query * (2 if spec.family.gated_query else 1), "attn_k": kv, "attn_v": kv}
-        layer = loader.layer(spec, block, inputs, "attn_output", query)
-        layer.attention = True
-        if spec.family.query_key_norm:
-            layer.q_norm = loader.norm(block, "attn_q_norm", spec.head_dim)
-            layer.k_norm = loader.norm(block, "attn_k_norm", spec.head_dim)
-        return layer
+        family = spec.family
+        return loader.attention(spec, block, queries=1 + family.gated_query, norms=family.query_key_norm)
 
     def _delta(self, loader: NativeLoader, block: str) -> Layer:
         delta = self.spec.delta
@@ -416,30 +428,21 @@ class NativeDecoder:
         layer.state_norm = loader.norm(block, "ssm_norm", delta.head_dim)
         return layer
 
-    def _described(self, loader: NativeLoader, mode: int) -> Model:
-        spec, delta = self.spec, self.spec.delta
-        return Model(
-            width=spec.width,
-            ffn=spec.feed_forward,
-            heads=spec.heads,
-            kv_heads=spec.kv_heads,
-            head_dim=spec.head_dim,
+    def _described(self, loader: NativeLoader) -> Model:
+        spec, sizes = self.spec, dict[str, int]()
+        if (delta := spec.delta) is not None:
+            sizes = {"key_heads": delta.key_heads, "value_heads": delta.value_heads}
+            sizes |= {"state_dim": delta.head_dim, "conv_width": delta.conv_width}
+        return loader.model(
+            *(spec, self._layers, self._frequencies),
             rope_dim=spec.rope_dim,
             interleaved=spec.family.rope_interleaved,
             gated=spec.family.gated_query,
-            key_heads=delta.key_heads if delta else 0,
-            value_heads=delta.value_heads if delta else 0,
-            state_dim=delta.head_dim if delta else 0,
-            conv_width=delta.conv_width if delta else 0,
-            mode=mode,
-            layers=len(spec.layers),
-            eps=spec.eps,
-            frequencies=loader.address(self._frequencies),
+            mode=self._mode,
             axes=self._axes.data_ptr(),
-            norm=loader.address(loader.vector("output_norm.weight", spec.width)),
             embedding=self._embedding.struct,
             head=self._head.struct,
-            layer=self._layers,
+            **sizes,
         )
 
 

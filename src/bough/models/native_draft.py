@@ -11,7 +11,7 @@ from torch import Tensor
 from bough.gguf.rotation import rotation_of
 from bough.kernels import native
 from bough.kernels.native import INT8
-from bough.kernels.native.library import MAX_ROWS, Layer, Model, NativeBlock, Ring
+from bough.kernels.native.library import MAX_ROWS, Layer, NativeBlock, Ring
 from bough.models.dflash import DFlashDraft, DraftBuffers
 from bough.models.draft_spec import SHARED_TENSORS, DraftSpec
 from bough.models.native import NativeLoader, packed_tensors_bytes, weights_gap
@@ -50,26 +50,17 @@ class NativeDraft(DFlashDraft):
         self.selector = self.refiner = None
         self._library = loader.library
         self._held = loader.held
-        layers = [self._layer(loader, index) for index in range(len(spec.layers))]
-        self._array = (Layer * len(layers))(*layers)
+        blocks = [f"blk.{index}" for index in range(len(spec.layers))]
+        self._array = (Layer * len(blocks))(*(loader.attention(spec, block, norms=True) for block in blocks))
         pairs = torch.arange(spec.head_dim // 2, dtype=torch.float32)
         columns = len(spec.taps) * spec.width
         self._fuse_norm = loader.vector("enc.output_norm.weight", spec.width)
-        self._model = Model(
-            width=spec.width,
-            ffn=spec.feed_forward,
-            heads=spec.heads,
-            kv_heads=spec.kv_heads,
-            head_dim=spec.head_dim,
+        self._model = loader.model(
+            *(spec, self._array, spec.rope_theta ** (-2 * pairs / spec.head_dim)),
             rope_dim=spec.head_dim,
             mode=INT8,
-            layers=len(layers),
             features=columns,
-            eps=spec.eps,
-            frequencies=loader.address(spec.rope_theta ** (-2 * pairs / spec.head_dim)),
-            norm=loader.address(loader.vector("output_norm.weight", spec.width)),
             head=loader.packed_matrix("fc.weight", spec.width, columns).struct,
-            layer=self._array,
         )
         size = self._library.c.tf_step_scratch(self._model, self._library.threads)
         self._scratch, self._scores = torch.empty(size, dtype=torch.uint8), torch.empty(0)
@@ -94,7 +85,6 @@ class NativeDraft(DFlashDraft):
         count: Tensor,
         after: Tensor | None = None,
     ) -> None:
-        """See DFlashDraft.commit."""
         first = buffers.lengths[slots] if after is None else buffers.lengths[slots] + after
         for b, rows in enumerate(count.tolist()):
             if rows:
@@ -104,7 +94,6 @@ class NativeDraft(DFlashDraft):
     def block(
         self, embeddings: Tensor, slots: Tensor, buffers: DraftBuffers, anchors: Tensor | None = None
     ) -> Tensor:
-        """See DFlashDraft.block."""
         x = (embeddings * self.spec.embedding_scale).contiguous()
         hidden = torch.empty_like(x)
         for b, slot in enumerate(slots.tolist()):
@@ -137,13 +126,3 @@ class NativeDraft(DFlashDraft):
             addresses = (keys[slot].data_ptr(), values[slot].data_ptr())
             rings.append(Ring(*addresses, keys.shape[1], window, spec.causal[index]))
         return (Ring * len(rings))(*rings)
-
-    def _layer(self, loader: NativeLoader, index: int) -> Layer:
-        spec, block = self.spec, f"blk.{index}"
-        query, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-        inputs = {"attn_q": query, "attn_k": kv, "attn_v": kv}
-        layer = loader.layer(spec, block, inputs, "attn_output", query)
-        layer.attention = True
-        layer.q_norm = loader.norm(block, "attn_q_norm", spec.head_dim)
-        layer.k_norm = loader.norm(block, "attn_k_norm", spec.head_dim)
-        return layer

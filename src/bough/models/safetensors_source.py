@@ -1,6 +1,7 @@
 """A DFlash, DFlash2 or DSpark checkpoint in safetensors, with GGUF names; quantised while loading."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,53 +15,19 @@ from bough.gguf.header import TensorInfo
 from bough.gguf.quantise import quantise
 from bough.gguf.types import QuantType
 from bough.hub.names import SHARD, one_checkpoint
-from bough.models.draft_spec import unknown_tensor
+from bough.models.draft_spec import TENSORS, unknown_tensor
 
-_GLOBAL = {
-    "fc.weight": "fc.weight",
-    "hidden_norm.weight": "enc.output_norm.weight",
-    "norm.weight": "output_norm.weight",
-    # As transformers names the drafts that it has classes for.
+# GGUF's names by those of a checkpoint; beside `TENSORS` the names of drafts that transformers has classes
+# for, copies of the target's tensors that other tools leave, and a table of token ids.
+_NAMES = {
+    **{theirs: ours for part in TENSORS.values() for ours, theirs in part.items()},
     "encoder.fc.weight": "fc.weight",
     "encoder.output_norm_enc.weight": "enc.output_norm.weight",
-    # Copies of the target's tensors that other tools leave in a checkpoint.
     "embed_tokens.weight": "token_embd.weight",
     "lm_head.weight": "output.weight",
-    "candidate_selector.predecessor_codebook": "selector_predecessor.weight",
-    "candidate_selector.successor_codebook": "selector_successor.weight",
-    "candidate_selector.hidden_projection.weight": "selector_hidden.weight",
-    "markov_head.markov_w1.weight": "markov_w1.weight",
-    "markov_head.markov_w2.weight": "markov_w2.weight",
-    "confidence_head.proj.weight": "conf_proj.weight",
-    "confidence_head.proj.bias": "conf_proj.bias",
     "d2t": "d2t",
-    "ar_approximation.norm.weight": "refine_norm.weight",
-    "ar_approximation.ug.weight": "refine_ug.weight",
-    "ar_approximation.ug.bias": "refine_ug.bias",
-    "ar_approximation.d.weight": "refine_d.weight",
-    "injection.message.weight": "refine_message.weight",
-    "injection.receiver_gate.weight": "refine_receiver.weight",
-    "injection.predecessor_gate.weight": "refine_predecessor.weight",
-    "injection.bias": "refine_gate.bias",
-    "transfer_codes": "refine_codes.weight",
 }
-_LAYER = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "attention_conv.kernel_projection": "attn_conv_proj",
-    "mlp_conv.kernel_projection": "ffn_conv_proj",
-}
-_INJECTIONS = {"injection.readouts": "refine_readout", "injection.writes": "refine_write"}
-_BASE_KERNELS = {"attention_conv.base_kernel": "attn_conv_base", "mlp_conv.base_kernel": "ffn_conv_base"}
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer
 _TYPES = {"F32": QuantType.F32, "F16": QuantType.F16, "BF16": QuantType.BF16}
 # Which of the target's tokens are in a reduced vocabulary: the other table says it, too. Whether codes of
 # tokens are there: they are needed.
@@ -207,32 +174,19 @@ def read_config(path: Path) -> Mapping[str, Any]:
 
 def gguf_name(name: str) -> str | None:
     """Return GGUF's name of z-lab's tensor name; None if it is not part of a draft."""
-    name = name.removeprefix("model.")
-    if name in _GLOBAL:
-        return _GLOBAL[name]
-    group, _, index = name.removesuffix(".weight").rpartition(".")
-    if group in _INJECTIONS and index.isdecimal() and name.endswith(".weight"):
-        return f"blk.{index}.{_INJECTIONS[group]}.weight"
-    part, _, rest = name.removeprefix("layers.").partition(".")
-    stem = rest.removesuffix(".weight")
-    if name.startswith("layers.") and part.isdecimal() and stem in _LAYER and rest.endswith(".weight"):
-        return f"blk.{part}.{_LAYER[stem]}.weight"
-    if name.startswith("layers.") and part.isdecimal() and rest in _BASE_KERNELS:
-        return f"blk.{part}.{_BASE_KERNELS[rest]}.weight"
-    return None
+    return _renamed(name.removeprefix("model."), _NAMES)
 
 
 def checkpoint_name(name: str) -> str:
     """Return the inverse of `gguf_name`, for a tensor of a draft."""
-    for ours, theirs in _GLOBAL.items():
-        if theirs == name:
-            return ours
-    _, layer, part, _ = name.split(".")
-    for ours, theirs in _INJECTIONS.items():
-        if theirs == part:
-            return f"{ours}.{layer}.weight"
-    for ours, theirs in _BASE_KERNELS.items():
-        if theirs == part:
-            return f"layers.{layer}.{ours}"
-    ours = next(ours for ours, theirs in _LAYER.items() if theirs == part)
-    return f"layers.{layer}.{ours}.weight"
+    theirs = _renamed(name, {ours: theirs for theirs, ours in reversed(_NAMES.items())})
+    assert theirs is not None, name
+    return theirs
+
+
+def _renamed(name: str, names: Mapping[str, str]) -> str | None:
+    number = _NUMBER.search(name)
+    renamed = names.get(_NUMBER.sub("{}", name, count=1))
+    if renamed is None or ("{}" in renamed) != (number is not None):
+        return None
+    return renamed if number is None else renamed.format(number[0])

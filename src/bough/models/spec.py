@@ -303,8 +303,7 @@ def _sliding(keys: _Keys, depth: int) -> list[bool]:
 def _logits(keys: _Keys) -> LogitSpec:
     cap = keys.file.get(f"{keys.prefix}.final_logit_softcapping", float, 0.0)
     return LogitSpec(
-        scale=keys.positive("logit_scale", 1.0),
-        cap=keys.positive("final_logit_softcapping") if cap else 0.0,
+        scale=keys.positive("logit_scale", 1.0), cap=keys.positive("final_logit_softcapping") if cap else 0.0
     )
 
 

@@ -5,7 +5,6 @@ The rows of a *tree* continue the committed tokens along their parents and chang
 of rows for each of its sequence slots, or trees of different sizes as ragged rows.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -85,20 +84,6 @@ class Step:
         positions = lengths[:, None] + seen.sum(-1) - 1
         return cls(slots, tokens, positions, parents, ancestors)
 
-    @classmethod
-    def ragged(cls, slots: Tensor, trees: Sequence[tuple[list[int], list[int]]], lengths: Tensor) -> Self:
-        """Return one tree for each of slots [S], given as tokens and parents, after lengths [S] tokens."""
-        zero = torch.zeros(1, dtype=torch.int64)
-        one = [cls.tree(zero, *(torch.tensor([part]) for part in tree), zero) for tree in trees]
-        tokens, depths, parents, ancestors = (
-            torch.cat([getattr(step, name) for step in one], 1).to(slots.device)
-            for name in ("tokens", "positions", "parents", "ancestors")
-        )
-        sizes = torch.tensor([len(tokens) for tokens, _ in trees], device=slots.device)
-        first = torch.nn.functional.pad(sizes.cumsum(0), (1, 0))
-        positions = depths + lengths.repeat_interleave(sizes)
-        return cls(slots, tokens, positions, parents, ancestors, first)
-
     def rope_positions(self, offsets: Tensor) -> Tensor:
         """Return the rows' rope positions [B, T], or [3, B, T] of a chunk with images; offsets [slots]."""
         if self.images is not None:
@@ -114,12 +99,6 @@ class Step:
         sizes = torch.full_like(self.slots, self.rows) if self.first is None else self.first.diff()
         begins = sizes.cumsum(0) - sizes
         return RowOwners(self.slots.repeat_interleave(sizes), begins.repeat_interleave(sizes))
-
-    def visible(self) -> Tensor:
-        """Return [B, T, T] bool: row i attends to row j."""
-        assert self.ancestors is not None
-        shifts = torch.arange(self.rows, device=self.tokens.device)
-        return ((self.ancestors[:, :, None] >> shifts) & 1).bool()
 
 
 def visibility(parents: Tensor) -> Tensor:

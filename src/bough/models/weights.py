@@ -15,9 +15,8 @@ from bough.gguf.quants import dequantise, to_q4_0
 from bough.gguf.reader import TensorInfo
 from bough.gguf.rotation import KeyedTensors, rotation_of
 from bough.gguf.types import TWO_BITS, QuantType, tile_type
-from bough.kernels.embedding import embed
+from bough.kernels.embedding import embed, gather_rows
 from bough.kernels.experts import ExpertStack, padded
-from bough.kernels.gather_rows import gather_rows
 from bough.kernels.hadamard import BlockRotation
 from bough.kernels.quant_matmul import (
     Layout,

@@ -344,9 +344,7 @@ def _read_state(
     )
     try:
         rings = draft and SavedRings(
-            draft["length"],
-            draft["start"],
-            [(_empty(k), _empty(v)) for k, v in draft["rings"]],
+            draft["length"], draft["start"], [(_empty(k), _empty(v)) for k, v in draft["rings"]]
         )
         pages = [page.host for page in state.pages] + [state.tail]
         groups = (*state.layers, *(rings.rings if rings else ()))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from bough.kernels.tree import MAX_ROWS, Correction, best_tree, pack_tree
+from bough.kernels.tree import MAX_ROWS, Candidates, Correction, TreeForm, best_tree, pack_tree
 
 _ROOT = pack_tree([0], [-1]).numpy()  # a root and its padding
 
@@ -235,13 +235,5 @@ def build_trees(
     anchors: Tensor, proposal: Proposal, *, nodes: int, spine: float, correction: Correction | None
 ) -> tuple[Tensor, Tensor]:
     """Return the packed trees [S, 4, 64] of several sequences, and the weights [S, 64] of their rows."""
-    return best_tree(
-        anchors,
-        proposal.ids,
-        proposal.tree_scores(),
-        proposal.chains,
-        proposal.chain_scores,
-        nodes=nodes,
-        spine=spine,
-        correction=correction,
-    )
+    candidates = Candidates(proposal.ids, proposal.tree_scores(), proposal.chains, proposal.chain_scores)
+    return best_tree(anchors, candidates, TreeForm(nodes, spine=spine, correction=correction))

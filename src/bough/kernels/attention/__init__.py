@@ -4,8 +4,6 @@ from bough.kernels.attention import cpu
 from bough.kernels.attention.records import SINKS, PagedContext
 from bough.kernels.runtime.op import op
 
-__all__ = ["SINKS", "PagedContext", "block_attention", "chunk_attention", "paged_attention"]
-
 paged_attention = op(cpu.paged_attention, "tree attention", cuda="cuda", triton="triton_kernels")
 chunk_attention = op(cpu.chunk_attention, "prompt attention", triton="prefill")
 block_attention = op(cpu.block_attention, "draft attention", triton="triton_kernels")

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from bough.kernels.attention.records import PagedContext
-from bough.kernels.kv_cache.format import HeadPool
+from bough.kernels.kv_cache.format import HeadPool, KVRing
 from bough.kernels.kv_cache.reference import decode
 from bough.kernels.kv_cache.rotation import rotate, rotate_back
 
@@ -94,35 +94,23 @@ def _within(lengths: Tensor, positions: Tensor, span: int, window: int, *, sinks
 
 
 def block_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    positions: Tensor,
-    ring_keys: Tensor,
-    ring_values: Tensor,
-    slots: Tensor,
-    lengths: Tensor,
-    starts: Tensor,
-    *,
-    window: int | None,
-    causal: bool,
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, ring: KVRing, *, window: int | None, causal: bool
 ) -> Tensor:
     """Return the attention of a draft block's rows over the context in a ring and over each other.
 
-    q [B, T, H, D]; k, v [B, T, KV, D] of the block itself; positions [B, T]; ring_keys, ring_values
-    [slots, ring, KV, D], position p at p modulo ring; lengths, starts [slots]: the ring holds the newest of
-    positions starts to lengths - 1. With `window`, |key - query| < window.
+    q [B, T, H, D]; k, v [B, T, KV, D] of the block itself; positions [B, T]. With `window`, |key - query| <
+    window.
     """
-    heads, ring = q.shape[2], ring_keys.shape[1]
+    heads, size = q.shape[2], ring.keys.shape[1]
     group = heads // k.shape[2]
     out = torch.empty_like(q)
-    for b, slot in enumerate(slots.tolist()):
-        length = int(lengths[slot])
-        index = torch.arange(min(length, ring), device=q.device)
+    for b, slot in enumerate(ring.slots.tolist()):
+        length = int(ring.lengths[slot])
+        index = torch.arange(min(length, size), device=q.device)
         # The newest position below `length` that the ring holds at this index.
-        held = length - 1 - (length - 1 - index) % ring
+        held = length - 1 - (length - 1 - index) % size
         at = torch.cat([held, positions[b]])
-        seen = (at >= starts[slot]).expand(q.shape[1], -1)
+        seen = (at >= ring.starts[slot]).expand(q.shape[1], -1)
         query = positions[b][:, None]
         if window is not None:
             seen = seen & ((query - at).abs() < window)
@@ -132,7 +120,7 @@ def block_attention(
             torch.cat([pool[slot, : len(index)].to(q.dtype), rows[b]])
             .repeat_interleave(group, 1)
             .transpose(0, 1)
-            for pool, rows in ((ring_keys, k), (ring_values, v))
+            for pool, rows in ((ring.keys, k), (ring.values, v))
         )
         rows = scaled_dot_product_attention(
             q[b].transpose(0, 1)[None], keys[None], values[None], attn_mask=seen

@@ -72,7 +72,6 @@ class Tile:
         return "\n".join([*parts, pdl_source("attention", "pages.cu", "tree.cu")])
 
     def defines(self, overlap: bool) -> dict[str, int]:
-        """Return the macros of tree.cu."""
         levels = torch.tensor(TQ3_LEVELS).half().view(torch.int16).tolist()
         level_bytes = bytes(level >> shift & 255 for shift in (0, 8) for level in levels)
         macros = {

@@ -157,7 +157,6 @@ def descriptor_tiles() -> dict[str, int]:
 
 
 def takes(pool: HeadPool) -> bool:
-    """Return whether the kernel takes such heads: a power of two of dims."""
     return 16 <= pool.dim <= 256 and pool.dim & (pool.dim - 1) == 0
 
 
@@ -166,7 +165,6 @@ def takes_chunk_attention(q: Tensor, context: PagedContext, **options: object) -
 
 
 def chunk_attention(q: Tensor, context: PagedContext, *, span: int, gate: Tensor | None = None) -> Tensor:
-    """See cpu.chunk_attention."""
     keys, page_table, lengths = context.keys, context.page_table, context.lengths
     q = q.contiguous()
     batch, rows, heads, dim = q.shape

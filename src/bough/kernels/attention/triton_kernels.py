@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bough.kernels.attention import records
 from bough.kernels.attention.records import PagedContext
-from bough.kernels.kv_cache.format import HeadPool
+from bough.kernels.kv_cache.format import HeadPool, KVRing
 from bough.kernels.kv_cache.rotation import group_size
 from bough.kernels.kv_cache.triton_kernels import form, load_rows, rotate, rotation_matrix, takes, tensors
 from bough.kernels.runtime.device import capability_of
@@ -475,7 +475,6 @@ def _type(pool: HeadPool) -> tl.dtype:
 
 
 def takes_paged_attention(q: Tensor, context: PagedContext, **options: object) -> bool:
-    """Return whether the kernel takes them: for a tree."""
     return context.ancestors is not None and takes(context.keys) and takes(context.values)
 
 
@@ -526,32 +525,20 @@ def takes_block_attention(q: Tensor, *rest: object, **options: object) -> bool:
 
 
 def block_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    positions: Tensor,
-    ring_keys: Tensor,
-    ring_values: Tensor,
-    slots: Tensor,
-    lengths: Tensor,
-    starts: Tensor,
-    *,
-    window: int | None,
-    causal: bool,
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, ring: KVRing, *, window: int | None, causal: bool
 ) -> Tensor:
-    """See cpu.block_attention."""
     q, k, v = (x.contiguous() for x in (q, k, v))
     rows, heads, dim = q.shape[1:]
-    kv_heads = k.shape[2]
-    assert ring_keys.dtype == ring_values.dtype and ring_keys.shape == ring_values.shape, f"{ring_keys.dtype}"
-    assert ring_keys.is_contiguous() and ring_values.is_contiguous(), f"{ring_keys.stride()}"
+    keys, values, kv_heads = ring.keys, ring.values, k.shape[2]
+    assert keys.dtype == values.dtype and keys.shape == values.shape, f"{keys.dtype}"
+    assert keys.is_contiguous() and values.is_contiguous(), f"{keys.stride()}"
     assert dim >= 16 and heads % kv_heads == 0, f"heads of {dim}, {heads} over {kv_heads}"
     parts = SplitResults(q.flatten(0, 1), kv_heads, 1)
-    sizes = tiles(dim, dim * ring_keys.element_size(), capability_of(q.device))
+    sizes = tiles(dim, dim * keys.element_size(), capability_of(q.device))
     grid = (triton.cdiv(rows * heads // kv_heads, sizes["BLOCK_M"]), len(q) * kv_heads, SPLITS + 1)
     _ring_kernel[grid](
-        q, k, v, positions.contiguous(), ring_keys, ring_values, slots, lengths, starts,
-        parts.tops, parts.weights, parts.sums, parts.active, dim**-0.5 * LOG2_E, rows, ring_keys.shape[1],
+        q, k, v, positions.contiguous(), keys, values, ring.slots, ring.lengths, ring.starts,
+        parts.tops, parts.weights, parts.sums, parts.active, dim**-0.5 * LOG2_E, rows, keys.shape[1],
         window or 0,
         KV=kv_heads, GROUP=heads // kv_heads, D=dim, BLOCK=triton.next_power_of_2(dim), SPLITS=SPLITS,
         CAUSAL=causal, PRECISION="ieee", **sizes,

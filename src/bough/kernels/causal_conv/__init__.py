@@ -5,20 +5,6 @@ from bough.kernels.causal_conv.records import ConvRows, ConvWeights, DeltaBuffer
 from bough.kernels.causal_conv.reference import chunk_conv, delta_gates, split_heads
 from bough.kernels.runtime.op import op
 
-__all__ = [
-    "ConvRows",
-    "ConvWeights",
-    "DeltaBuffers",
-    "DeltaHeads",
-    "chunk_conv",
-    "chunk_heads",
-    "conv_index",
-    "delta_gates",
-    "path_heads",
-    "split_heads",
-    "tree_conv",
-]
-
 conv_index = op(reference.conv_index, "tree convolution", triton="triton_kernels")
 chunk_heads = op(reference.chunk_heads, "prompt convolution", triton="chunk")
 tree_conv = op(reference.tree_conv, "tree convolution", cuda="cuda", triton="triton_kernels")

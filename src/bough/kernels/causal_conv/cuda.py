@@ -24,7 +24,6 @@ def source() -> str:
 def takes_tree_conv(
     inputs: Tensor, alpha: Tensor, beta: Tensor, weights: ConvWeights, buffers: DeltaBuffers, rows: ConvRows
 ) -> bool:
-    """Return whether the kernel takes such heads and types."""
     sizes = weights.head_dim == DIM and weights.taps.shape[1] == TAPS and inputs.shape[-2] <= MAX_ROWS
     return sizes and buffers.window.dtype in (torch.float16, torch.float32)
 
@@ -35,7 +34,6 @@ def warps_of(sequences: int) -> int:
 
 
 def defines(half: bool, warps: int, overlap: bool) -> dict[str, int]:
-    """Return the macros of tree.cu."""
     return {"HALF": int(half), "WARPS": warps, "OVERLAP": int(overlap)}
 
 

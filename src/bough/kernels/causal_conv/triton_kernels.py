@@ -184,12 +184,10 @@ def _conv_kernel(
 def takes_tree_conv(
     inputs: Tensor, alpha: Tensor, beta: Tensor, weights: ConvWeights, buffers: DeltaBuffers, rows: ConvRows
 ) -> bool:
-    """Return whether the kernel takes such heads: a power of two of dims."""
     return weights.head_dim >= 16 and weights.head_dim & (weights.head_dim - 1) == 0
 
 
 def conv_index(parents: Tensor, width: int, count: Tensor, path: int, first: Tensor | None = None) -> Tensor:
-    """See reference.conv_index."""
     batch, rows = len(count), parents.shape[-1]
     parents = parents.contiguous()
     shape = (batch, path + rows) if first is None else (batch * path + rows,)

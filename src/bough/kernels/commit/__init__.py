@@ -4,7 +4,5 @@ from bough.kernels.commit import reference
 from bough.kernels.commit.reference import AcceptedPath
 from bough.kernels.runtime.op import op
 
-__all__ = ["AcceptedPath", "commit_path", "move_rows"]
-
 commit_path = op(reference.commit_path, "commit", triton="triton_kernels")
 move_rows = op(reference.move_rows, "commit", triton="triton_kernels")

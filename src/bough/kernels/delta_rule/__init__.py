@@ -8,8 +8,6 @@ from bough.kernels.delta_rule.cpu import chunk_delta
 from bough.kernels.delta_rule.records import DeltaRows
 from bough.kernels.runtime.op import op
 
-__all__ = ["DeltaHeads", "DeltaRows", "chunk_delta", "fold_path", "slot_delta", "tree_delta", "tree_order"]
-
 tree_order = op(cpu.tree_order, "tree delta rule", triton="triton_kernels")
 tree_delta = op(cpu.tree_delta, "tree delta rule", cuda="cuda", triton="triton_kernels")
 slot_delta = op(cpu.slot_delta, "prompt delta rule", triton="chunk")

@@ -50,7 +50,6 @@ def warps_of(card: Card, dim: int, saved: int, *, groups: int, units: int) -> in
 
 
 def takes_tree_delta(heads: DeltaHeads, state: Tensor, rows: DeltaRows) -> bool:
-    """Return whether the kernel takes such heads; any number of rows."""
     dim = state.shape[-1]
     return dim == 16 or (dim % 32 == 0 and dim <= 256)
 
@@ -81,7 +80,6 @@ def _kernel(dim: int, saved: int, groups: int, units: int, device: torch.device)
 
 
 def tree_delta(heads: DeltaHeads, state: Tensor, rows: DeltaRows) -> Tensor:
-    """See cpu.tree_delta."""
     (key_heads, dim), value_heads, batch = heads.q.shape[-2:], heads.v.shape[-2], len(rows.slots)
     order, count = rows.order, rows.order.shape[-1]  # of each sequence, or of all
     path = (prod(heads.k.shape[:-2]) - order.numel()) // batch

@@ -111,13 +111,11 @@ def _tree_kernel(
 
 
 def takes_tree_delta(heads: DeltaHeads, state: Tensor, rows: DeltaRows) -> bool:
-    """Return whether the kernel takes such heads: a power of two of dims."""
     dim = state.shape[-1]
     return dim >= 16 and dim & (dim - 1) == 0
 
 
 def tree_order(ancestors: Tensor, first: Tensor | None = None, most: int = MAX_ROWS) -> Tensor:
-    """See cpu.tree_order."""
     order = torch.empty(ancestors.shape, dtype=torch.int32, device=ancestors.device)
     ancestors = ancestors.contiguous()
     rows = ancestors.shape[-1]
@@ -132,7 +130,6 @@ def tree_order(ancestors: Tensor, first: Tensor | None = None, most: int = MAX_R
 
 
 def tree_delta(heads: DeltaHeads, state: Tensor, rows: DeltaRows) -> Tensor:
-    """See cpu.tree_delta."""
     (key_heads, dim), value_heads, batch = heads.q.shape[-2:], heads.v.shape[-2], len(rows.slots)
     assert takes_tree_delta(heads, state, rows) and state.shape[1:] == (value_heads, dim, dim), (
         f"{state.shape}, heads of {dim}"

@@ -14,8 +14,6 @@ from bough.kernels.quant_matmul.layout import Layout
 from bough.kernels.quant_matmul.rows import PackedRows
 from bough.kernels.runtime.backends import runs
 
-__all__ = ["ExpertStack", "Routing", "combine", "expert_matmul", "padded", "route_rows"]
-
 
 def route_rows(
     x: Tensor, router: Tensor, gate: Tensor, *, used: int, layouts: Iterable[Layout]

@@ -7,8 +7,6 @@ from torch import Tensor
 from bough.kernels.hadamard import reference
 from bough.kernels.runtime.op import op
 
-__all__ = ["BlockRotation", "restore", "rotate"]
-
 
 @dataclass(frozen=True, slots=True)
 class BlockRotation:

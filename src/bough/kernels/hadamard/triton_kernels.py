@@ -33,7 +33,6 @@ def _transform_kernel(
 
 
 def rotate(x: Tensor, signs: Tensor, order: Tensor | None, block: int) -> Tensor:
-    """See the reference's `rotate`."""
     return _transformed(x, signs, order, block, restore=False)
 
 
@@ -42,7 +41,6 @@ def takes_rotate(x: Tensor, signs: Tensor, order: Tensor | None, block: int) -> 
 
 
 def restore(z: Tensor, signs: Tensor, block: int) -> Tensor:
-    """See the reference's `restore`."""
     return _transformed(z, signs, None, block, restore=True)
 
 

@@ -31,7 +31,6 @@ class KVFormat:
         return self.quantised and sum(self.planes) < 8
 
     def code_bytes(self, dim: int) -> int:
-        """Return the bytes of a row's codes."""
         return dim * (sum(self.planes) if self.dtype is None else 8 * self.dtype.itemsize) // 8
 
     def row_bytes(self, dim: int) -> int:
@@ -90,7 +89,6 @@ class HeadPool:
 
     @property
     def page(self) -> int:
-        """Tokens of a page."""
         return self.codes.shape[-2]
 
     def __getitem__(self, index: int) -> "HeadPool":
@@ -101,3 +99,14 @@ class HeadPool:
         """Return a pool with `function` applied to each plane; it must keep rows."""
         scales = None if self.scales is None else function(self.scales)
         return HeadPool(self.format, self.dim, function(self.codes), scales)
+
+
+@dataclass(frozen=True, slots=True)
+class KVRing:
+    """A draft layer's K and V of some slots: position p is at p modulo the ring."""
+
+    keys: Tensor  # [slots, ring, KV, D]
+    values: Tensor
+    slots: Tensor  # [B]
+    lengths: Tensor  # [slots]: the ring holds the newest of positions starts to lengths - 1
+    starts: Tensor  # [slots]

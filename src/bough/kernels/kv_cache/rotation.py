@@ -7,6 +7,7 @@ s2 constant signs. Dot products do not change when both rows are rotated; the in
 import torch
 from torch import Tensor
 
+from bough.kernels.hadamard.reference import transform
 from bough.kernels.runtime.dry_run import cache_tensor
 
 LARGEST = 128  # values of a group, at most
@@ -39,11 +40,4 @@ def rotate_back(x: Tensor) -> Tensor:
 def _rotated(x: Tensor, before: int, after: int) -> Tensor:
     size = group_size(x.shape[-1])
     first, last = (signs(mask, size, x.device) for mask in (before, after))
-    # Sums and differences, not a matmul: a row's result does not depend on the number of rows.
-    values = x.float().unflatten(-1, (-1, size)) * first
-    stride = 1
-    while stride < size:
-        low, high = values.unflatten(-1, (-1, 2, stride)).unbind(-2)
-        values = torch.stack([low + high, low - high], -2).flatten(-3)
-        stride *= 2
-    return (values * (last * size**-0.5)).flatten(-2)
+    return (transform(x.float().unflatten(-1, (-1, size)) * first, size) * last).flatten(-2)

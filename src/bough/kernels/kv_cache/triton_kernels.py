@@ -299,7 +299,6 @@ def _expand_kernel(
 
 
 def takes(pool: HeadPool) -> bool:
-    """Return whether these kernels take rows of such a pool."""
     dim = pool.dim
     return dim >= 16 and (not pool.format.quantised or (dim >= 32 and dim & (dim - 1) == 0))
 

@@ -15,21 +15,8 @@ from torch import Tensor
 from bough.gguf.types import NATIVE_TYPES, QuantType
 from bough.kernels.hadamard import BlockRotation
 from bough.kernels.native import library
-from bough.kernels.native.library import INT8, INT16, NativeMatrix, NativeProposal, NativeRotation
+from bough.kernels.native.library import INT8, INT16, NativeMatrix, NativeRotation
 from bough.kernels.native.memory import WeightMemory
-
-__all__ = [
-    "INT8",
-    "INT16",
-    "Library",
-    "PackedMatrix",
-    "argmax_rows",
-    "best_tree",
-    "has_kind",
-    "packed_bytes",
-    "rank_rows",
-    "unavailable",
-]
 
 
 def unavailable() -> str | None:
@@ -70,52 +57,6 @@ def rank_rows(x: Tensor, count: int) -> tuple[Tensor, Tensor] | None:
     ids, scores = torch.empty(len(x), count, dtype=torch.int64), torch.empty(len(x), count)
     done = functions.tf_rank(x.data_ptr(), *x.shape, count, ids.data_ptr(), scores.data_ptr())
     return (ids, scores) if done else None
-
-
-def best_tree(
-    anchor: int,
-    candidates: tuple[Tensor, ...],
-    calibration: tuple[Tensor, Tensor, Tensor] | None,
-    *,
-    nodes: int,
-    rows: int,
-    spine: float,
-) -> tuple[Tensor, Tensor] | None:
-    """Return a packed tree [4, rows] and weights [rows], as kernels/tree builds them; None: not for these.
-
-    candidates: ids [K, k], scores [K, k] or [K, k + 1, k], chains and their scores [m, K]; calibration: edges
-    [E], table [D, E + 1], depth bins [at least K].
-    """
-    functions, _ = library.find_library()
-    if functions is None:
-        return None
-    ids, scores, chains, chain_scores = (part.contiguous() for part in candidates)
-    depths, width = ids.shape
-    if scores.dtype != torch.float32 or chain_scores.dtype != torch.float32:
-        return None
-    if calibration is not None and calibration[2].shape[0] < depths:
-        return None
-    proposal = NativeProposal(
-        anchor=anchor,
-        depths=depths,
-        width=width,
-        lines=1 if scores.ndim == 2 else scores.shape[1],
-        chain_count=chains.shape[0],
-        nodes=nodes,
-        rows=rows,
-        spine=spine,
-        ids=ids.data_ptr(),
-        scores=scores.data_ptr(),
-        chains=chains.data_ptr(),
-        chain_scores=chain_scores.data_ptr(),
-    )
-    if calibration is not None:
-        edges, table, bins = calibration
-        proposal.edge_count, proposal.edges = edges.shape[0], edges.data_ptr()
-        proposal.table, proposal.depth_bins = table.data_ptr(), bins.data_ptr()
-    packed, weights = torch.empty(4, rows, dtype=torch.int64), torch.empty(rows)
-    done = functions.tf_best_tree(proposal, packed.data_ptr(), weights.data_ptr())
-    return (packed, weights) if done else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from bough.kernels.quant_matmul import cuda as matmuls
-from bough.kernels.quant_matmul.partial_sums import PartialSums
+from bough.kernels.quant_matmul.partial_sums import PartialSums, RowScaled, Unfinished
 from bough.kernels.quant_matmul.rows import BUCKETS, PackedRows, empty_rows
-from bough.kernels.runtime import sources
 from bough.kernels.runtime.backends import runs
 from bough.kernels.runtime.device import card_of
 from bough.kernels.runtime.driver import Kernel, cuda_module
 from bough.kernels.runtime.dry_run import cache_tensor
+from bough.kernels.runtime.sources import pdl_source
 
 NORM, SILU, GATED = range(3)
 # Blocks of a row. One SM would take 1.1 us for the exponentials of 17408 columns and as long for their bytes,
@@ -45,7 +45,7 @@ class NormShape:
 
 
 def source() -> str:
-    return sources.source("norm_rope", "rows.cu")
+    return pdl_source("norm_rope", "rows.cu")
 
 
 def shape_of(kind: int, width: int, head: int = 4) -> NormShape:
@@ -130,10 +130,25 @@ def _board(shape: NormShape, device: torch.device) -> Tensor:
     return torch.zeros(BUCKETS[-1], shape.cluster, 2, dtype=torch.int64, device=device)
 
 
+def takes_add_rms_norm(
+    x: Tensor, add: Tensor | Unfinished | None, weight: Tensor, eps: float, *, pack: bool = False
+) -> bool:
+    return pack and not isinstance(add, RowScaled) and (isinstance(add, PartialSums) or takes(x, add))
+
+
+def takes_gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, pack: bool = False) -> bool:
+    return pack and takes(x.flatten(-2), gate, head=x.shape[-1])
+
+
+def takes_silu_mul(gate: Tensor | Unfinished, up: Tensor | Unfinished, *, pack: bool = False) -> bool:
+    if isinstance(gate, RowScaled) or isinstance(up, RowScaled):
+        return False
+    return pack and (isinstance(gate, PartialSums) or isinstance(up, PartialSums) or takes(gate, up))
+
+
 def add_rms_norm(
-    x: Tensor, add: Tensor | PartialSums | None, weight: Tensor, eps: float
+    x: Tensor, add: Tensor | PartialSums | None, weight: Tensor, eps: float, *, pack: bool = True
 ) -> tuple[Tensor, PackedRows]:
-    """See reference.add_rms_norm."""
     shape = shape_of(NORM, x.shape[-1])
     if add is None:
         return x, _launch(shape, x, None, weight=weight, eps=eps)
@@ -141,14 +156,12 @@ def add_rms_norm(
     return total, _launch(shape, x, add, weight=weight, total=total, eps=eps)
 
 
-def silu_mul(gate: Tensor | PartialSums, up: Tensor | PartialSums) -> PackedRows:
-    """See reference.silu_mul."""
+def silu_mul(gate: Tensor | PartialSums, up: Tensor | PartialSums, *, pack: bool = True) -> PackedRows:
     like = gate.out if isinstance(gate, PartialSums) else gate
     return _launch(shape_of(SILU, like.shape[-1]), gate, up)
 
 
-def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> PackedRows:
-    """See reference.gated_rms_norm."""
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, pack: bool = True) -> PackedRows:
     heads = x.flatten(-2)
     shape = shape_of(GATED, heads.shape[-1], x.shape[-1])
     return _launch(shape, heads, gate, weight=weight, eps=eps)

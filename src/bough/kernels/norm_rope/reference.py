@@ -6,9 +6,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from bough.kernels.kv_cache.format import HeadPool
+from bough.kernels.kv_cache.format import HeadPool, KVRing
 from bough.kernels.kv_cache.reference import encode
 from bough.kernels.kv_cache.rotation import rotate
+from bough.kernels.quant_matmul.partial_sums import Unfinished
+from bough.kernels.quant_matmul.rows import PackedRows
+
+_PACKED = "rows are packed, and unfinished ones completed, on GPUs alone"
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -16,19 +20,27 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
 
 
-def add_rms_norm(x: Tensor, add: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return the residual stream x [..., D] plus `add`, and its norm."""
+def add_rms_norm(
+    x: Tensor, add: Tensor | Unfinished | None, weight: Tensor, eps: float, *, pack: bool = False
+) -> tuple[Tensor, Tensor | PackedRows]:
+    """Return the residual stream x [..., D] plus `add`, which `pack` completes, and its norm."""
+    assert not pack and not isinstance(add, Unfinished), _PACKED
     total = x if add is None else x + add
     return total, rms_norm(total, weight, eps)
 
 
-def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+def gated_rms_norm(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, pack: bool = False
+) -> Tensor | PackedRows:
     """Return x [B, T, H, D] normed by head, times silu of gate [B, T, H * D]: [B, T, H * D]."""
+    assert not pack, _PACKED
     return (rms_norm(x, weight, eps) * silu(gate.unflatten(-1, x.shape[-2:]))).flatten(-2)
 
 
-def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """Return silu(gate) * up."""
+def silu_mul(
+    gate: Tensor | Unfinished, up: Tensor | Unfinished, *, pack: bool = False
+) -> Tensor | PackedRows:
+    assert not pack and not isinstance(gate, Unfinished) and not isinstance(up, Unfinished), _PACKED
     return silu(gate) * up
 
 
@@ -104,20 +116,17 @@ def ring_heads(
     cos: Tensor,
     sin: Tensor,
     *,
-    keys: Tensor,
-    values: Tensor,
-    slots: Tensor,
+    ring: KVRing,
     positions: Tensor,
     count: Tensor,
 ) -> None:
-    """Write the first `count` [B] of k, normed and rotated, and v [B, T, KV, D] to keys, values
-    [slots, ring, KV, D]: position p of positions [B, T] at p modulo the ring, of slots [B]."""
-    rows, ring = k.shape[1], keys.shape[1]
-    assert rows <= ring, f"{rows} rows, a ring of {ring}"
+    """Write the first `count` [B] of k, normed and rotated, and v [B, T, KV, D], of positions [B, T]."""
+    rows, size = k.shape[1], ring.keys.shape[1]
+    assert rows <= size, f"{rows} rows, a ring of {size}"
     columns = torch.arange(rows, device=k.device)
     committed = columns < count[:, None]
-    places = positions % ring
-    owners = slots[:, None].expand_as(committed)
+    places = positions % size
+    owners = ring.slots[:, None].expand_as(committed)
     k = head_rope(k, norm, eps, cos, sin, interleaved=False)
-    for pool, new in ((keys, k), (values, v)):
+    for pool, new in ((ring.keys, k), (ring.values, v)):
         pool[owners[committed], places[committed]] = new[committed].to(pool.dtype)

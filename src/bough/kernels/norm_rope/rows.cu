@@ -1,7 +1,7 @@
 // Rows that a matmul reads next, packed as quant_matmul/rows.py describes: the norm of a sum, silu of a gate times
 // another row, the norm of heads times silu of a gate (reference.py specifies them).
 //
-// No headers: NVRTC builds this file with no include path. Macros, given by cuda.py:
+// No headers: NVRTC builds this file, after pdl.cu, with no include path. Macros, given by cuda.py:
 //   KIND     0 norm of x + y, 1 silu(x) * y, 2 norm of the heads of x times silu(y)
 //   WIDTH    columns of a row, a multiple of 4       HEAD     dims of a head, for KIND 2
 //   CLUSTER  blocks of a row                         THREADS  of a block
@@ -12,11 +12,6 @@
 // the row's scale. The next kernel, a matmul, is launched at once: it fills its ring with weights meanwhile. Loads of
 // activations go past L1, which may hold older values: with PDL this kernel starts before they are written. Split-K
 // partial sums of a matmul (quant_matmul/partial_sums.py) are reduced here.
-
-typedef unsigned u32;
-typedef unsigned long long u64;
-#define DEVICE __device__ __forceinline__
-#define UNROLL _Pragma("unroll")
 
 constexpr int PADDED = (WIDTH + 255) / 256 * 256;
 constexpr int SHARE = PADDED / 4 / CLUSTER;  // groups of four columns of a block
@@ -31,7 +26,6 @@ static_assert(WIDTH % 4 == 0 && THREADS % 32 == 0 && PADDED % (4 * CLUSTER) == 0
 static_assert(HEAD <= 128 && (HEAD & (HEAD - 1)) == 0 && SHARE % (HEAD / 4) == 0, "a head is in one warp");
 #endif
 
-DEVICE float across(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 DEVICE float4 load(const float* p) { return __ldcg((const float4*)p); }
 DEVICE float silu(float x) { return __fdividef(x, 1.f + __expf(-x)); }
 DEVICE float largest(float4 v) { return fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w))); }
@@ -195,9 +189,7 @@ DEVICE Found of_row(Found own, Exchange& exchange, u64* board, u32 launch) {
 extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS, 1)
 rows(const Operand x, const Operand y, const float* __restrict__ weight, float* total, unsigned short* out, float* scale,
      long long group_stride, long long row_stride, u64* board, float eps) {
-#if OVERLAP
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
+  launch_dependents();
   __shared__ __align__(8) Exchange exchange;
   const u32 launch = enter(exchange, board);
   const int first = blockIdx.x * SHARE, row = blockIdx.y;
@@ -213,9 +205,7 @@ rows(const Operand x, const Operand y, const float* __restrict__ weight, float* 
   Coming<X_AHEAD> of_x[ITEMS];
   Coming<Y_AHEAD> of_y[ITEMS];
   UNROLL for (int i = 0; i < ITEMS; i++) of_x[i].find(x, column(i)), of_y[i].find(y, column(i));
-#if OVERLAP
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
+  wait_for_inputs();
   UNROLL for (int i = 0; i < ITEMS; i++) {
     if (inside(i)) of_x[i].fetch(x, row, column(i));
     if (inside(i) && y.at) of_y[i].fetch(y, row, column(i));

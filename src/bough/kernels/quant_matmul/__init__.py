@@ -28,35 +28,3 @@ from bough.kernels.quant_matmul.packed import (
 from bough.kernels.quant_matmul.partial_sums import PartialSums, RowScaled, Unfinished
 from bough.kernels.quant_matmul.reference import dense_matmul, quant_matmul
 from bough.kernels.quant_matmul.rows import BUCKETS, PackedRows, empty_rows
-
-__all__ = [
-    "BUCKETS",
-    "ROW_BLOCK",
-    "Layout",
-    "PackedRows",
-    "PackedWeight",
-    "PartialSums",
-    "RowScaled",
-    "Unfinished",
-    "backend",
-    "dense_matmul",
-    "empty_packed",
-    "empty_rows",
-    "expand_weight",
-    "first_rows",
-    "has_layout",
-    "layout_of",
-    "max_rows",
-    "pack",
-    "pack_rows",
-    "packed_matmul",
-    "packed_matmuls",
-    "partial_matmul",
-    "prepare",
-    "quant_matmul",
-    "row_scaled_matmul",
-    "supports_partial_sums",
-    "supports_row_scales",
-    "unpack",
-    "with_int8",
-]

@@ -18,7 +18,7 @@ from bough.kernels.quant_matmul.tuned import TunedFile
 from bough.kernels.runtime.device import Card, card_of, kind_of
 from bough.kernels.runtime.driver import Kernel, Module, cuda_module
 from bough.kernels.runtime.dry_run import cache_tensor
-from bough.kernels.runtime.sources import source, warp_group_mma
+from bough.kernels.runtime.sources import pdl_source, source, warp_group_mma
 
 _SCALES = {"none": 0, "six": 1, "byte": 2, "half": 3, "affine": 4}
 _EXPANDED_TILES = 8  # of a block that expands
@@ -148,7 +148,7 @@ def grouped_source(bucket: int) -> str:
 
 
 def rows_source() -> str:
-    return source("quant_matmul", "rows.cu")
+    return pdl_source("quant_matmul", "rows.cu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +190,7 @@ def _expand_kernel(layout: Layout, device: torch.device) -> Kernel:
 @cache
 def _pack_rows_kernel(device: torch.device) -> Kernel:
     pdl = card_of(device).pdl
-    module = cuda_module(rows_source(), {"BULK": int(pdl)}, device)
+    module = cuda_module(rows_source(), {"OVERLAP": int(pdl)}, device)
     return module.kernel("pack_rows", threads=512, overlap=pdl)
 
 
@@ -268,10 +268,7 @@ def partial_matmul(x: PackedRows, weight: PackedWeight) -> PartialSums:
 
 
 def matmuls(
-    x: PackedRows,
-    weights: Sequence[PackedWeight],
-    outs: Sequence[Tensor],
-    tiling: Tiling | None = None,
+    x: PackedRows, weights: Sequence[PackedWeight], outs: Sequence[Tensor], tiling: Tiling | None = None
 ) -> None:
     """Multiply the same x with several matrices, in launches that overlap; `tiling` overrides the device's.
 
@@ -304,8 +301,7 @@ def _launch(
     numbers = (*sizes, share, extra, position, int(partial_sums))
     choice = tiling or tilings_of(out.device)[x.bucket]
     variant(weight.layout, x.bucket, choice, out.device, grouped=x.grouped).matmul(
-        (grid, 1),
-        [weight.data, weight.row_scale, x.data, x.scale, out, parts, *map(c_int, numbers)],
+        (grid, 1), [weight.data, weight.row_scale, x.data, x.scale, out, parts, *map(c_int, numbers)]
     )
 
 

@@ -10,13 +10,7 @@ from torch import Tensor
 from bough.kernels.quant_matmul.int8 import GROUP, ROW_TILE, Int8Matrix, empty_int8
 from bough.kernels.quant_matmul.layout import ROW_BLOCK, PackedWeight
 from bough.kernels.quant_matmul.rows import PackedRows
-from bough.kernels.quant_matmul.triton_kernels import (
-    _fields,
-    _low,
-    _weights,
-    constants,
-    table_of,
-)
+from bough.kernels.quant_matmul.triton_kernels import _fields, _low, _weights, constants, table_of
 from bough.kernels.runtime.device import capability_of
 
 _REQUANTISED_ROWS = 64  # of a program
@@ -153,7 +147,6 @@ def quantise_rows(x: PackedRows) -> Int8Matrix:
 
 
 def requantise(weight: PackedWeight, first: int, out: Int8Matrix) -> None:
-    """See int8.requantise."""
     assert first % ROW_BLOCK == 0 and out.columns == weight.padded_columns, (first, out.codes.shape)
     blocks = -(-out.rows // _REQUANTISED_ROWS)
     assert first + blocks * _REQUANTISED_ROWS <= weight.padded_rows, (first, out.rows, weight.padded_rows)
@@ -165,7 +158,6 @@ def requantise(weight: PackedWeight, first: int, out: Int8Matrix) -> None:
 
 
 def matmul(x: Int8Matrix, weight: Int8Matrix, out: Tensor) -> None:
-    """See int8.matmul."""
     sizes = tiles(capability_of(out.device))
     assert ROW_TILE % sizes["BLOCK_M"] == 0 and ROW_TILE % sizes["BLOCK_N"] == 0, sizes
     blocks = triton.cdiv(x.rows, sizes["BLOCK_M"]) * triton.cdiv(weight.rows, sizes["BLOCK_N"])

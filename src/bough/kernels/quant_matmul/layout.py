@@ -18,16 +18,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from bough.gguf.quants import dequantise
+from bough.gguf.quants import FP4_VALUES, IQ4_VALUES, Fields, dequantise, fields
 from bough.gguf.types import QuantType
-from bough.kernels.quant_matmul.fields import Fields, fields
 
 ROW_BLOCK = 128
 COLUMN_BLOCK = 256
 _SLICE = 1 << 25  # weights repacked at a time
-
-_IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-_FP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +62,12 @@ LAYOUTS: dict[QuantType, Layout] = {
     QuantType.Q5_K: Layout(4, 1, "six", 256),
     QuantType.Q6_K: Layout(4, 2, "byte", 128, offset=32),
     QuantType.Q3_K: Layout(4, 0, "byte", 128, offset=4),
-    QuantType.IQ4_XS: Layout(4, 0, "byte", 128, offset=128, table=tuple(v + 128 for v in _IQ4_VALUES)),
+    QuantType.IQ4_XS: Layout(4, 0, "byte", 128, offset=128, table=tuple(v + 128 for v in IQ4_VALUES)),
     QuantType.Q8_0: Layout(8, 0, "half", 128, offset=128),
     QuantType.Q4_0: Layout(4, 0, "half", 256, offset=8),
     QuantType.Q5_0: Layout(4, 1, "half", 256, offset=16),
-    QuantType.IQ4_NL: Layout(4, 0, "half", 256, offset=128, table=tuple(v + 128 for v in _IQ4_VALUES)),
-    QuantType.MXFP4: Layout(4, 0, "half", 256, offset=128, table=tuple(v + 128 for v in _FP4_VALUES)),
+    QuantType.IQ4_NL: Layout(4, 0, "half", 256, offset=128, table=tuple(v + 128 for v in IQ4_VALUES)),
+    QuantType.MXFP4: Layout(4, 0, "half", 256, offset=128, table=tuple(v + 128 for v in FP4_VALUES)),
     QuantType.Q4_1: Layout(4, 0, "affine", 256),
     QuantType.Q5_1: Layout(4, 1, "affine", 256),
 }

@@ -11,6 +11,7 @@ a second pass over it: 108 of the 885 ms of 8,192 tokens of a 27B on an H200. Th
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 
@@ -26,6 +27,10 @@ class PartialSums:
     first: int = 0  # column of the whole output where these begin
 
     @property
+    def device(self) -> torch.device:
+        return self.out.device
+
+    @property
     def rows(self) -> int:
         return self.out.shape[0]
 
@@ -34,7 +39,6 @@ class PartialSums:
         return self.out.shape[1]
 
     def split(self, sizes: Sequence[int]) -> list["PartialSums"]:
-        """Return adjacent ranges of columns."""
         firsts = [self.first + sum(sizes[:number]) for number in range(len(sizes))]
         views = self.out.split(list(sizes), 1)
         return [replace(self, out=view, first=first) for view, first in zip(views, firsts, strict=True)]
@@ -65,8 +69,11 @@ class RowScaled:
     out: Tensor  # float32 [rows, columns]
     scale: Tensor  # float32 [rows]: powers of two
 
+    @property
+    def device(self) -> torch.device:
+        return self.out.device
+
     def split(self, sizes: Sequence[int]) -> list["RowScaled"]:
-        """Return adjacent ranges of columns."""
         return [replace(self, out=part) for part in self.out.split(list(sizes), 1)]
 
     def scaled(self) -> Tensor:

@@ -1,15 +1,4 @@
-// Packs rows of activations in the order that tiles.cu reads. BULK: 1 with programmatic dependent launch (PDL), sm_90 and
-// up. No headers.
-
-typedef unsigned u32;
-#define UNROLL _Pragma("unroll")
-#if BULK
-#define LAUNCH_DEPENDENTS asm volatile("griddepcontrol.launch_dependents;")
-#define WAIT_FOR_INPUTS asm volatile("griddepcontrol.wait;" ::: "memory")
-#else
-#define LAUNCH_DEPENDENTS (void)0
-#define WAIT_FOR_INPUTS (void)0
-#endif
+// Packs rows of activations in the order that tiles.cu reads; after pdl.cu. No headers.
 
 // x [tokens, x_stride] float32 to float16, each row times the power of two that scales its largest magnitude into
 // [2^14, 2^15), and the inverses. Column k of row m goes to (k / 32) * group_stride + m * row_stride + k % 32; with a
@@ -18,8 +7,8 @@ typedef unsigned u32;
 extern "C" __global__ void __launch_bounds__(512)
 pack_rows(const float* __restrict__ x, unsigned short* __restrict__ out, float* __restrict__ scale, long long x_stride, int columns,
           int padded, long long group_stride, long long row_stride) {
-  LAUNCH_DEPENDENTS;
-  WAIT_FOR_INPUTS;
+  launch_dependents();
+  wait_for_inputs();
   __shared__ float peaks[16];
   const int m = blockIdx.x;
   const float* row = x + m * x_stride;

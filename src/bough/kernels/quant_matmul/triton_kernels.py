@@ -247,7 +247,6 @@ def constants(layout: Layout) -> dict[str, object]:
 
 @cache_tensor
 def table_of(layout: Layout, device: torch.device) -> Tensor:
-    """Return the values of the codes."""
     return torch.tensor(layout.table or (0,), dtype=torch.float32, device=device) - layout.offset
 
 

@@ -132,9 +132,7 @@ class Kernel:
         return self._loaded
 
     def __call__(
-        self,
-        grid: tuple[int, int],
-        arguments: Sequence[Tensor | ctypes._SimpleCData | ctypes.Structure],
+        self, grid: tuple[int, int], arguments: Sequence[Tensor | ctypes._SimpleCData | ctypes.Structure]
     ) -> None:
         if (recording := dry_run.current()) is not None:
             recording.modules[self.module] = None

@@ -30,7 +30,6 @@ _thread = threading.local()
 
 
 def current() -> "DryRun | None":
-    """Return the dry run of this thread."""
     return getattr(_thread, "dry_run", None)
 
 

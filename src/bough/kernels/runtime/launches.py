@@ -28,7 +28,6 @@ class KernelLaunch:
 
 
 def current() -> "Launches | None":
-    """Return what records the launches of this thread."""
     return getattr(_thread, "launches", None)
 
 

@@ -5,7 +5,7 @@ from functools import cache, wraps
 from importlib import import_module
 from typing import ParamSpec, TypeVar
 
-from torch import Tensor
+import torch
 
 from bough.kernels.runtime.backends import Backend, runs
 
@@ -17,14 +17,15 @@ def op(reference: Callable[P, R], operation: str, **modules: str) -> Callable[P,
     """Return a function that calls the first implementation that runs `operation` and takes the arguments.
 
     modules: by backend, in the order in which they are asked, the module beside the reference that has a
-    function of its name. The module's `takes_` and that name, if there is one, decides by the same arguments:
-    by device, types and sizes of heads, never by the number of rows. Else the reference computes.
+    function of its name, which the reference's docstring describes. The module's `takes_` and that name, if
+    there is one, decides by the same arguments: by device, types and sizes of heads, never by the number of
+    rows. Else the reference computes.
     """
     name, package = getattr(reference, "__name__", ""), reference.__module__.rpartition(".")[0]
 
     @wraps(reference)
     def dispatch(*args: P.args, **kwargs: P.kwargs) -> R:
-        device = next(arg.device for arg in args if isinstance(arg, Tensor))
+        device: torch.device = next(device for arg in args if (device := getattr(arg, "device", None)))
         if device.type == "cuda":
             for backend, module in modules.items():
                 if runs(operation, _backend(backend), device):

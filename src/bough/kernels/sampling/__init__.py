@@ -4,24 +4,9 @@ import torch
 from torch import Tensor
 
 from bough.kernels.sampling import state as plain
-from bough.kernels.sampling.penalties import penalised
-from bough.kernels.sampling.reference import filtered, gumbel, philox, rank, sample
-from bough.kernels.sampling.state import NoiseCache, RowOwners, SamplingState
+from bough.kernels.sampling.reference import filtered, gumbel, penalised, philox, rank, sample
+from bough.kernels.sampling.state import NoiseCache, RowOwners, SampledRows, SamplingState
 from bough.kernels.sampling.workspace import Workspace
-
-__all__ = [
-    "RowOwners",
-    "SamplingState",
-    "filtered",
-    "gumbel",
-    "make_workspace",
-    "penalised",
-    "philox",
-    "rank",
-    "rank_rows",
-    "sample",
-    "sample_rows",
-]
 
 MAX_CANDIDATES = 32
 
@@ -33,45 +18,29 @@ def make_workspace(rows: int, vocabulary: int, device: torch.device) -> Workspac
     return Workspace(rows, vocabulary, device)
 
 
-def sample_rows(
-    logits: Tensor,
-    positions: Tensor,
-    tokens: Tensor,
-    ancestors: Tensor,
-    owners: RowOwners,
-    state: SamplingState,
-    workspace: Workspace | NoiseCache,
-) -> Tensor:
-    """Sample a token [R] after each row of some trees: logits [R, V] float32, positions [R] of the tokens.
+def sample_rows(rows: SampledRows, state: SamplingState, workspace: Workspace | NoiseCache) -> Tensor:
+    """Sample a token [R] after each of some rows; those of no slot mean nothing.
 
-    tokens [R]: of the rows; ancestors [R]: bit j set, row j of its tree is this row or above it; owners:
-    the slots and trees of the rows. What is sampled after rows of no slot means nothing. On a GPU nothing is
-    read to the host, and the result is the workspace's own buffer: valid until the next call.
+    On a GPU nothing is read to the host, and the result is the workspace's own buffer: valid until the next
+    call.
     """
     if isinstance(workspace, NoiseCache):
-        return plain.sample_rows(logits, positions, tokens, ancestors, owners, state, workspace)
+        return plain.sample_rows(rows, state, workspace)
     from bough.kernels.sampling import launch
 
-    return launch.sample_rows(logits, positions, tokens, ancestors, owners, state, workspace)
+    return launch.sample_rows(rows, state, workspace)
 
 
 def rank_rows(
-    logits: Tensor,
-    positions: Tensor,
-    anchors: Tensor,
-    owners: RowOwners,
-    count: int,
-    state: SamplingState,
-    workspace: Workspace | NoiseCache,
+    rows: SampledRows, count: int, state: SamplingState, workspace: Workspace | NoiseCache
 ) -> tuple[Tensor, Tensor]:
-    """Rank a draft's rows [R, V] as their requests sample: the best ids [R, count] and log probabilities.
+    """Rank a draft's rows as their requests sample: the best ids [R, count] and log probabilities.
 
-    Where the filters leave fewer tokens the last ones are 0 and score -inf. The token before a row is
-    anchors[owners.starts].
+    Where the filters leave fewer tokens the last ones are 0 and score -inf.
     """
     assert 1 <= count <= MAX_CANDIDATES, f"{count} candidates, at most {MAX_CANDIDATES}"
     if isinstance(workspace, NoiseCache):
-        return plain.rank_rows(logits, positions, anchors, owners, count, state)
+        return plain.rank_rows(rows, count, state)
     from bough.kernels.sampling import launch
 
-    return launch.rank_rows(logits, positions, anchors, owners, count, state, workspace)
+    return launch.rank_rows(rows, count, state, workspace)

@@ -47,7 +47,6 @@ def philox(seed: int, token: Tensor, position: Tensor) -> Tensor:
 
 
 def gumbel(seed: int, token: Tensor, position: Tensor) -> Tensor:
-    """Standard Gumbel noise, float32."""
     uniform = ((philox(seed, token, position).double() + 0.5) * 2.0**-32).float()
     # The largest uniforms round to one, whose logarithm would be infinite.
     return -(-torch.log1p(-uniform.clamp(max=1 - 2.0**-24))).log()
@@ -168,3 +167,33 @@ def rank(
     scores = SHARPNESS * (scores + gumbel(seed, ids, positions[:, None]))
     top = scores.log_softmax(-1).topk(min(count, scores.shape[1]), -1)
     return ids.gather(1, top.indices), top.values
+
+
+def penalised(
+    logits: Tensor,
+    prompt: Tensor,
+    counts: Tensor,
+    tokens: Tensor,
+    visible: Tensor,
+    *,
+    repetition: float,
+    presence: float,
+    frequency: float,
+) -> Tensor:
+    """Return logits [R, V] with the penalties of each row's own path.
+
+    prompt [V] bool: tokens of the prompt; counts [V]: occurrences before the tree's root; tokens [T] and
+    visible [R, T]: the row itself and its ancestors. The repetition penalty counts prompt and output,
+    presence and frequency the output alone.
+    """
+    counts = counts.expand_as(logits).clone()
+    counts.scatter_add_(1, tokens.expand(len(logits), -1), visible.to(counts.dtype))
+    if repetition != 1.0:
+        seen = (counts > 0) | prompt
+        # A tensor on the device: divided by a number, some devices multiply by its reciprocal.
+        divisor = torch.full((), repetition, device=logits.device)
+        shrunk = torch.where(logits > 0, logits / divisor, logits * repetition)
+        logits = torch.where(seen, shrunk, logits)
+    if presence or frequency:
+        logits = logits - presence * (counts > 0) - frequency * counts
+    return logits

@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from bough.kernels import native
-from bough.kernels.sampling.penalties import penalised
-from bough.kernels.sampling.reference import SHARPNESS, gumbel, rank, sample
+from bough.kernels.sampling.reference import SHARPNESS, gumbel, penalised, rank, sample
 
 PENALISED, BIASED, MASKED = 1, 2, 4
 _LARGEST = 1e30  # of a score's change, which may be far from 0 at a tiny temperature
@@ -31,6 +30,17 @@ class RowOwners:
         """Return the owners of `rows` rows of one sequence."""
         slots, starts = torch.tensor([[slot], [0]], device=device).expand(2, rows).contiguous()
         return cls(slots, starts)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRows:
+    """Rows of a step's trees, or of a draft, and where the tokens after them stand."""
+
+    logits: Tensor  # [R, V] float32
+    positions: Tensor  # [R] of the tokens
+    tokens: Tensor  # [R] of the rows; of a draft, that before a row is at owners.starts
+    owners: RowOwners
+    ancestors: Tensor | None = None  # [R]: bit j set, row j of its tree is this row or above it
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,18 +161,12 @@ class NoiseCache:
         return torch.stack([rows[at] for at in numbers])
 
 
-def sample_rows(
-    logits: Tensor,
-    positions: Tensor,
-    tokens: Tensor,
-    ancestors: Tensor,
-    owners: RowOwners,
-    state: SamplingState,
-    cache: NoiseCache | None = None,
-) -> Tensor:
+def sample_rows(sampled: SampledRows, state: SamplingState, cache: NoiseCache | None = None) -> Tensor:
     """The package's function of this name on any device, with the parameters read to the host."""
+    logits, positions, ancestors = sampled.logits, sampled.positions, sampled.ancestors
+    assert ancestors is not None
     parts = []
-    for slot, start, rows in _by_sequence(owners):
+    for slot, start, rows in _by_sequence(sampled.owners):
         if slot < 0:
             parts.append(torch.zeros_like(positions[rows]))
         elif state.argmax[slot] and not logits.is_cuda:
@@ -171,7 +175,9 @@ def sample_rows(
             settings, noise = state.settings(slot), None
             if cache is not None and settings["temperature"] > 0 and not _filters(settings):
                 noise = cache.at(slot, settings["seed"], positions[rows], logits.shape[1])
-            tree = tokens[start : start + 64]  # of the rows, and perhaps others that their bits leave out
+            tree = sampled.tokens[
+                start : start + 64
+            ]  # of the rows, and perhaps others that their bits leave out
             values = adjusted(logits[rows], tree, ancestors[rows], state, slot, masks=state.allowed[rows])
             parts.append(sample(values, positions[rows], noise=noise, **settings))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -189,19 +195,18 @@ def _filters(settings: dict) -> bool:
     return settings["top_k"] > 0 or settings["top_p"] < 1 or settings["min_p"] > 0
 
 
-def rank_rows(
-    logits: Tensor, positions: Tensor, anchors: Tensor, owners: RowOwners, count: int, state: SamplingState
-) -> tuple[Tensor, Tensor]:
+def rank_rows(sampled: SampledRows, count: int, state: SamplingState) -> tuple[Tensor, Tensor]:
     """The package's function of this name on any device."""
+    logits, anchors = sampled.logits, sampled.tokens
     parts = []
-    for slot, start, rows in _by_sequence(owners):
+    for slot, start, rows in _by_sequence(sampled.owners):
         values, ranking = logits[rows], None
         if state.argmax[slot] and not logits.is_cuda:
             ranking = native.rank_rows(values, count)
         if ranking is None:
             above = torch.ones(len(values), dtype=torch.int64, device=logits.device)
             values = adjusted(values, anchors[start : start + 1], above, state, slot)
-            ids, scores = rank(values, positions[rows], count=count, **state.settings(slot))
+            ids, scores = rank(values, sampled.positions[rows], count=count, **state.settings(slot))
             missing = count - ids.shape[1]
             ids = ids.masked_fill(scores == -torch.inf, 0)
             ranking = pad(ids, (0, missing)), pad(scores, (0, missing), value=-torch.inf)

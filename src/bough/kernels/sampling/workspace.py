@@ -14,7 +14,6 @@ _BLOCK = 4096
 
 
 def _power_of_two(number: int) -> int:
-    """Return the smallest power of two that is no smaller."""
     return 1 << (number - 1).bit_length()
 
 

@@ -4,8 +4,6 @@ from bough.kernels.runtime.op import op
 from bough.kernels.slot_mapping import reference
 from bough.kernels.slot_mapping.reference import SlotMapping
 
-__all__ = ["SlotMapping", "padded_tree", "ragged_rows", "slot_mapping"]
-
 ragged_rows = op(reference.ragged_rows, "slot mapping", triton="triton_kernels")
 padded_tree = op(reference.padded_tree, "slot mapping", triton="triton_kernels")
 slot_mapping = op(reference.slot_mapping, "slot mapping", triton="triton_kernels")

@@ -89,7 +89,6 @@ def _slot_mapping_kernel(
 
 
 def padded_tree(tree: Tensor, count: Tensor, slots: Tensor, lengths: Tensor, *, size: int) -> Tensor:
-    """See reference.padded_tree."""
     assert tree.stride(1) == 1 and size <= tree.shape[1], f"{tree.shape}, {tree.stride()}, {size} rows"
     # One kernel for all sizes, and rows that are aligned whatever the size.
     block = triton.next_power_of_2(tree.shape[1])
@@ -99,7 +98,6 @@ def padded_tree(tree: Tensor, count: Tensor, slots: Tensor, lengths: Tensor, *, 
 
 
 def ragged_rows(rows: Tensor, first: Tensor, slots: Tensor, lengths: Tensor, *, size: int) -> Tensor:
-    """See reference.ragged_rows."""
     assert rows.stride(1) == 1 and size <= rows.shape[1], f"{rows.shape}, {rows.stride()}, {size} rows"
     block = triton.next_power_of_2(rows.shape[1])
     out = torch.empty(6, block, dtype=torch.int64, device=rows.device)
@@ -121,7 +119,6 @@ def slot_mapping(
     first: Tensor | None = None,
     spare_page: int = 0,
 ) -> SlotMapping:
-    """See reference.slot_mapping."""
     assert first is None or rows <= 256, f"{rows} ragged rows, at most 256"
     total = len(slots) * rows if first is None else rows
     batch, table_pages, saved = len(slots), page_table.shape[1], path.shape[1]

@@ -6,23 +6,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy
-import torch
-from torch import Tensor
 
-
-@dataclass(frozen=True, slots=True)
-class Correction:
-    """Calibration of log probabilities: adds table[depth_bins[d], number of edges below the score]."""
-
-    edges: Tensor  # [E] float32, rising
-    table: Tensor  # [D, E + 1] float32, to be added
-    depth_bins: Tensor  # [K] int64
-
-    def applied(self, scores: Tensor) -> Tensor:
-        """Return calibrated scores [K, ..., k] of K depths, at most 0."""
-        claims = torch.bucketize(scores.contiguous(), self.edges)
-        bins = self.depth_bins[: len(scores)].view(-1, *[1] * (scores.ndim - 1))
-        return (scores + self.table[bins, claims]).clamp(max=0)
+from bough.kernels.tree.records import Candidates
 
 
 @dataclass(slots=True)
@@ -36,24 +21,15 @@ class _Node:
 
 
 def best_first(
-    anchor: int,
-    ids: Tensor,
-    scores: Tensor,
-    chains: Tensor,
-    chain_scores: Tensor,
-    *,
-    nodes: int,
-    spine: float,
+    anchor: int, candidates: Candidates, *, nodes: int, spine: float
 ) -> tuple[list[int], list[int], list[float]]:
     """Return tokens, parents and weights of the root and up to `nodes` likeliest prefixes, best first.
 
-    ids [K, k]: candidates of each depth; scores [K, k], or [K, k + 1, k] after each candidate of the depth
-    before, in the last row after any other token; the root's children have the first row. chains,
-    chain_scores [m, K]: whole continuations. The path of best children is included while its weight is at
-    least `spine`. Weights are float32 sums from the root down. Ties: the shallower first, then the child of
-    the earlier row, the better score, the earlier column; a chain's token that is no candidate of its depth
-    has a column after them.
+    The candidates are those of one sequence. Weights are float32 sums from the root down. Ties: the shallower
+    first, then the child of the earlier row, the better score, the earlier column; a chain's token that is no
+    candidate of its depth has a column after them.
     """
+    ids, scores, chains, chain_scores = candidates
     depths, width = ids.shape
     columns = [ids[d].tolist() + chains[:, d].tolist() for d in range(depths)]
     lines = scores if scores.ndim == 3 else scores[:, None]

@@ -5,9 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bough.kernels.tree.reference import Correction
+from bough.kernels.tree.records import HEADER, MAX_ROWS, Acceptance, Candidates, TreeForm
 
-MAX_ROWS = 64  # as in the package, whose __init__ imports this module lazily
 _ROWS = tl.constexpr(MAX_ROWS)
 # One compiled kernel serves every shape.
 _SHAPES = ["depths", "width", "lines", "chain_count", "edge_count", "nodes", "rows", "stop_count"]
@@ -265,25 +264,13 @@ def accept_path_kernel(
     tl.store(source + item * _ROWS + row, tl.where(row < count, accepted, row))
 
 
-def best_tree(
-    anchors: Tensor,
-    ids: Tensor,
-    scores: Tensor,
-    chains: Tensor,
-    chain_scores: Tensor,
-    *,
-    nodes: int,
-    rows: int,
-    spine: float,
-    correction: Correction | None,
-) -> tuple[Tensor, Tensor]:
-    """Launch the kernel of the package's `best_tree`."""
+def best_tree(anchors: Tensor, candidates: Candidates, form: TreeForm) -> tuple[Tensor, Tensor]:
+    ids, scores, chains, chain_scores = (part.contiguous() for part in candidates)
     (sequences, depths, width), count, device = ids.shape, chains.shape[1], ids.device
+    nodes, rows, correction = form.nodes, form.rows, form.correction
     assert 0 < nodes < rows <= MAX_ROWS, f"{nodes} nodes in {rows} rows, at most {MAX_ROWS}"
     assert 0 < width + count <= MAX_ROWS and count < 31, f"{width} candidates, {count} chains"
     assert 0 < depths < MAX_ROWS, f"{depths} deep"
-    for part in (ids, scores, chains, chain_scores):
-        assert part.is_contiguous(), f"strides {part.stride()}"
     # One column for each lane of a warp, at least.
     deep, wide = triton.next_power_of_2(depths + 1), max(32, triton.next_power_of_2(width + count))
     lines = scores.shape[2] if scores.ndim == 4 else 1
@@ -299,8 +286,9 @@ def best_tree(
     )
     best_tree_kernel[(sequences,)](
         anchors, ids, scores, chains, chain_scores, edges, table, bins, corrected, homes, gains, tokens,
-        parents, weights, ancestors, depth_rows, depths, width, lines, count, len(edges), nodes, rows, spine,
-        CORRECTED=correction is not None, DEEP=deep, WIDE=wide, num_warps=1, enable_fp_fusion=False,
+        parents, weights, ancestors, depth_rows, depths, width, lines, count, len(edges), nodes, rows,
+        form.spine, CORRECTED=correction is not None, DEEP=deep, WIDE=wide, num_warps=1,
+        enable_fp_fusion=False,
     )  # fmt: skip
     return packed, weights
 
@@ -311,23 +299,22 @@ def accept_path(
     ancestors: Tensor,
     sampled: Tensor,
     *,
-    first: Tensor | None,
+    first: Tensor | None = None,
     slots: Tensor,
     stops: Tensor,
     limits: Tensor,
     counts: Tensor,
-) -> Tensor:
-    """Launch the kernel of the package's `accept_path`: the fields of an `Acceptance`."""
+) -> Acceptance:
     rows, sequences = len(tokens), len(slots)
     assert rows <= MAX_ROWS, f"{rows} rows, at most {MAX_ROWS}"
     assert first is not None or sequences == 1, f"{sequences} sequences in one tree"
     for part in (stops, counts, limits, slots):
         assert part.is_contiguous(), f"strides {part.stride()}"
-    flat = torch.empty(sequences * (4 + 3 * MAX_ROWS), dtype=torch.int64, device=tokens.device)
-    header, path, out_tokens, source = flat.split([4 * sequences] + 3 * [MAX_ROWS * sequences])
+    flat = torch.empty(sequences * (HEADER + 3 * MAX_ROWS), dtype=torch.int64, device=tokens.device)
+    header, path, out_tokens, source = flat.split([HEADER * sequences] + 3 * [MAX_ROWS * sequences])
     accept_path_kernel[(sequences,)](
         tokens, parents, ancestors, sampled, slots if first is None else first, slots, stops, limits, counts,
         header, path, out_tokens, source, rows, stops.shape[1], counts.shape[1], RAGGED=first is not None,
         num_warps=1,
     )  # fmt: skip
-    return flat
+    return Acceptance(flat)
