@@ -93,7 +93,7 @@ class EngineConfig:
     effort: str | None = (
         None  # of reasoning, for requests that do not say; None: as recommended for the model
     )
-    break_loops: bool = True  # reasoning that repeats itself is ended
+    break_loops: bool = True  # reasoning and answers that repeat themselves are ended
     costs: Path | None = None  # file that keeps measured step costs between runs
     # Bytes of host memory for the prefix cache; 0: none; None: a quarter of free memory, up to 8 GiB.
     prefix_cache: int | None = None

@@ -67,7 +67,7 @@ class ChatOptions(TypedDict, total=False):
     images: Sequence[ImageSource]  # paths, bytes or PIL images, which come before the last message's text
     thinking: bool | None  # reason first; None: as the model's template decides
     effort: str | None  # of reasoning: minimal, low, medium, high, xhigh or max; None: as recommended
-    break_loops: bool  # end reasoning that repeats itself, which is the default
+    break_loops: bool  # end reasoning and answers that repeat themselves, which is the default
     tools: Sequence[Mapping[str, Any]] | None  # in OpenAI's form
     tool_choice: str  # auto, none, required or the name of a tool
     schema: Schema | None  # the answer is JSON of this schema

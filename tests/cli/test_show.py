@@ -216,6 +216,8 @@ def test_drafts_and_recommendations(bough, tiny_model, hub):
     assert "sampling --temperature 1 --top-p 0.95 --top-k 20 with thinking" in missing
     assert "--temperature 0.7 --top-p 0.8 --top-k 20 --presence-penalty 1.5 without" in missing
     assert "as recommended by the card qwen3.6-27b; --greedy:" in missing
+    rule = "in chats answers that loop are ended, no sentence is said more than 3 times; --no-break-loops"
+    assert rule in shown and rule in missing and unknown["recommended"]["sentences"] == 3
     bough("pull", "qwen3.6-27b", "--draft-only")
     facts = json.loads(bough("show", "unsloth/Qwen3.6-27B-GGUF", "--json").stdout)
     assert facts["card"] == "qwen3.6-27b" and facts["draft"]["name"] == "z-lab/Qwen3.6-27B-DFlash"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bough.engine.inputs import Verify, tree_rows
-from bough.engine.runner import Accepted, EagerRunner, StepRunner, StepTimes
+from bough.engine.runner import Accepted, StepRunner, StepTimes
 from bough.engine.sampler import SamplingParams
 from bough.models.decoder import Target
 from bough.models.step import Step
@@ -66,7 +66,7 @@ class Machine:
         target: Target,
         *,
         slots: int,
-        runner: type[StepRunner] = EagerRunner,
+        runner: type[StepRunner] = StepRunner,
         cache: CacheConfig | None = None,
         drafter: Drafter | None = None,
         rows: int = ROWS,

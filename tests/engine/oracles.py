@@ -64,8 +64,8 @@ class Oracle(NoDrafter):
         nodes = min(self._budget, max_rows - 1)
         return trimmed(*build_tree(torch.tensor([anchor]), proposal, nodes=nodes))
 
-    def plan_root(self, slots: Sequence[int]) -> bool:
-        return False
+    def plain_steps(self, turns: Sequence[Turn]) -> int:
+        return 0
 
     def _ranked(self, token: int) -> list[int]:
         others = self._choose.sample([t for t in range(self._vocabulary) if t != token], self._candidates)
@@ -83,7 +83,7 @@ class RandomTrees(NoDrafter):
         self._rests = False
         self.rested = 0
 
-    def plan_root(self, slots: Sequence[int]) -> bool:
+    def plain_steps(self, turns: Sequence[Turn]) -> int:
         self._rests = self._choose.random() < 0.7
         return self._rests
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bough.config import SpecConfig
-from bough.engine.runner import EagerRunner, GraphRunner, StepRunner
+from bough.engine.runner import GraphRunner, StepRunner
 from bough.gguf.reader import GGUFFile
 from bough.models.decoder import Decoder, Target
 from bough.models.mtp import MTPBlock
@@ -38,7 +38,7 @@ def inference_mode() -> Iterator[None]:
 
 
 def check(
-    target: Target, *, sequences: int, runner: type[StepRunner] = EagerRunner, tolerance: float = 0.0
+    target: Target, *, sequences: int, runner: type[StepRunner] = StepRunner, tolerance: float = 0.0
 ) -> None:
     """With a tolerance of 0 no bit may differ."""
     texts = company.make_texts(sequences, target.spec.vocab_size, seed=sequences)
@@ -68,7 +68,7 @@ def test_the_same_bits_natively(tiny_model: Callable[..., Path], model: str) -> 
     check(target, sequences=3 if model == "pair" else 5)
 
 
-@pytest.mark.parametrize("runner", [EagerRunner, GraphRunner])
+@pytest.mark.parametrize("runner", [StepRunner, GraphRunner])
 @pytest.mark.parametrize("family", ["qwen35", "qwen35moe", "qwen3moe", "llama", "muse-glimmer"])
 def test_the_same_text_in_torch(
     tiny_model: Callable[..., Path], family: str, runner: type[StepRunner]
@@ -138,7 +138,7 @@ def test_short_pieces_of_a_prompt(
     """Read by decode steps they leave the state of a chunk: natively no bit differs."""
     with GGUFFile.open(tiny_model("qwen35", layers=4)) as file:
         target = NativeDecoder.load(file, opened(1)) if native else Decoder.load(file)
-    runner = EagerRunner if native else GraphRunner
+    runner = StepRunner if native else GraphRunner
     chunks, steps = (company.Machine(target, slots=2, runner=runner) for _ in range(2))
     text = company.make_texts(1, target.spec.vocab_size)[0]
     text.prompt = [(7 * n + 3) % 300 for n in range(sum(pieces))]
@@ -169,7 +169,7 @@ def test_a_prompt_read_beside_others(tiny_model: Callable[..., Path], native: bo
     """However it is cut, and whatever is verified beside it; its tokens may be end tokens."""
     with GGUFFile.open(tiny_model("qwen35", layers=4)) as file:
         target = NativeDecoder.load(file, opened(1)) if native else Decoder.load(file)
-    runner = EagerRunner if native else GraphRunner
+    runner = StepRunner if native else GraphRunner
     text, *others = company.make_texts(5, target.spec.vocab_size)[:4]
     text.prompt = [(7 * n + 3) % 300 for n in range(65)]
     for other in others:
@@ -180,7 +180,7 @@ def test_a_prompt_read_beside_others(tiny_model: Callable[..., Path], native: bo
         assert (found - expected).norm() <= (0 if native else 1e-4) * expected.norm()
 
 
-@pytest.mark.parametrize("runner", [EagerRunner, GraphRunner])
+@pytest.mark.parametrize("runner", [StepRunner, GraphRunner])
 def test_a_batched_draft_call_is_that_of_each(runner: type[StepRunner]) -> None:
     """After steps together, whose commits filled the rings of every slot as steps alone do."""
     made = session(SpecConfig(adaptive=False))

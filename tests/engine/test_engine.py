@@ -53,6 +53,9 @@ class Oracle(NoDrafter):
         super().__init__()
         self._text, self._period, self._vocabulary = text, period, vocabulary
 
+    def plain_steps(self, turns: Sequences[Turn]) -> int:
+        return 0
+
     def trees(self, turns: Sequences[Turn], prompts: Sequences[int] = ()) -> list[Tree]:
         return [self._tree(turn.anchor, turn.position, turn.max_rows) for turn in turns]
 

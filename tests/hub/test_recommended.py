@@ -53,6 +53,15 @@ def test_without_either_the_family_decides(facts: dict[str, Any], plain: tuple[f
     assert (values.temperature, values.top_p, values.top_k, values.repetition_penalty) == plain
 
 
+@pytest.mark.parametrize(("width", "most"), [(896, 3), (2047, 3), (2048, 0), ("wide", 0), (None, 0)])
+@pytest.mark.parametrize("stated", [{}, {"general.sampling.temp": 0.6}])
+def test_chats_with_a_small_model_say_a_sentence_three_times(
+    width: Any, most: int, stated: dict[str, float]
+) -> None:
+    facts = metadata("qwen3", **{"qwen3.embedding_length": width}, **stated)
+    assert recommended(None, facts).sentences == most and NOTHING_KNOWN.sentences == 0
+
+
 def test_a_file_without_a_temperature_changes_what_it_names() -> None:
     advice = recommended(None, metadata("qwen3", **{"general.sampling.top_k": 7}))
     assert advice.sampling(False) == Sampling(0.7, top_p=0.8, top_k=7)

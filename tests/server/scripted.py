@@ -71,7 +71,7 @@ class ScriptedSession:
         self.busy = threading.Event()
 
     def sampling_for(self, thinking: bool | None, *, raw: bool = False) -> SamplingParams:
-        return SamplingParams()
+        return SamplingParams(recommended=not raw)
 
     def encode(self, request: TextRequest) -> list[int]:
         if request.prompt is not None:

@@ -277,6 +277,20 @@ def test_reasoning_is_separate(echo_server: Live):
     assert (seen[-1].break_loops, seen[-1].thinking_budget) == (False, 9)
 
 
+def test_only_a_chat_that_asks_for_no_sampling_has_the_recommended_one(echo_server: Live):
+    client, seen = openai_client(echo_server), echo_server.session.seen
+    for options in ({}, {"seed": 7}, {"logit_bias": {"5": 1.0}}, {"n": 2}):
+        client.chat.completions.create(model="m", messages=ASK, **options)
+        assert seen[-1].sampling.recommended, options
+    for options in ({"temperature": 0.7}, {"top_p": 0.8}, {"presence_penalty": 0.0}, {"temperature": 0}):
+        client.chat.completions.create(model="m", messages=ASK, **options)
+        assert not seen[-1].sampling.recommended, options
+    client.responses.create(model="m", input="Hello")
+    assert seen[-1].sampling.recommended
+    client.completions.create(model="m", prompt="Hello")
+    assert not seen[-1].sampling.recommended
+
+
 def test_trees_are_sent_on_request(pair_server: Live):
     client = openai_client(pair_server)
     options = {"model": "m", "messages": ASK, "max_tokens": 8, "temperature": 0, "stream": True}

@@ -66,6 +66,10 @@ def test_usage_counts_loops_of_reasoning_where_there_were_any():
     assert outputs.notes(RequestStats(reasoning_loops=1), RequestStats(reasoning_loops=2)) == {
         "reasoning_loops": 3
     }
+    assert outputs.notes(RequestStats(answer_loops=1), RequestStats(avoided_sentences=2)) == {
+        "answer_loops": 1,
+        "avoided_sentences": 2,
+    }
     assert outputs.notes(RequestStats()) == {}
 
 

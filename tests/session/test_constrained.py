@@ -434,7 +434,7 @@ def test_log_probabilities_come_with_the_text() -> None:
 def test_recommended_sampling_comes_from_the_card() -> None:
     made = session("plain")
     assert made.recommended.source == "the card bough-40m"
-    assert made.sampling_for(None) == SamplingParams(temperature=0.7, top_p=0.95, top_k=40)
+    assert made.sampling_for(None) == SamplingParams(temperature=0.7, top_p=0.95, top_k=40, recommended=True)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

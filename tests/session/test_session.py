@@ -85,7 +85,8 @@ def test_events_come_in_order(session: Session) -> None:
 
 
 def test_recommended_sampling_reaches_a_session(tiny_model: Callable[..., Path]) -> None:
-    assert load_session(tiny_model()).sampling_for(None) == SamplingParams()  # its file says greedy
+    greedy = SamplingParams(recommended=True)
+    assert load_session(tiny_model()).sampling_for(None) == greedy  # its file says so
 
 
 def test_token_ids_are_a_prompt_as_they_are(session: Session) -> None:
@@ -148,6 +149,6 @@ def test_raw_prompts_have_no_penalties(session: Session) -> None:
     advice = Recommended(penalised, penalised, "a test", thinks=False)
     reader = RequestReader(session.tokenizer, session.template, session.limits, recommended=advice)
     assert reader.sampling_for(None) == SamplingParams(
-        temperature=0.7, top_p=0.8, repetition_penalty=1.1, presence_penalty=1.5
+        temperature=0.7, top_p=0.8, repetition_penalty=1.1, presence_penalty=1.5, recommended=True
     )
     assert reader.sampling_for(None, raw=True) == SamplingParams(temperature=0.7, top_p=0.8)

@@ -23,12 +23,12 @@ def taught(claim: float, right: float, rounds: int = 600) -> Calibration:
 
 def corrected(calibration: Calibration, claim: float, depth: int) -> float:
     scores = torch.full((6, 1), math.log(claim))
-    return math.exp(float(calibration.correct(scores)[depth - 1, 0]))
+    return math.exp(float(calibration.correction().applied(scores)[depth - 1, 0]))
 
 
 def test_a_fresh_table_changes_nothing() -> None:
     scores = torch.rand(15, 8).log()
-    assert torch.allclose(Calibration().correct(scores), scores, atol=1e-6)
+    assert torch.allclose(Calibration().correction().applied(scores), scores, atol=1e-6)
 
 
 def test_boasting_is_deflated_and_modesty_rewarded() -> None:
@@ -40,4 +40,4 @@ def test_boasting_is_deflated_and_modesty_rewarded() -> None:
 
 def test_scores_stay_probabilities() -> None:
     calibration = taught(0.7, 1.0)
-    assert bool((calibration.correct(torch.rand(15, 8).log()) <= 0).all())
+    assert bool((calibration.correction().applied(torch.rand(15, 8).log()) <= 0).all())

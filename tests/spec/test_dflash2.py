@@ -159,8 +159,8 @@ def test_learning_follows_the_parents() -> None:
         calibration = Calibration()
         for _ in range(60):
             calibration.observe(proposal, followed)
-        corrections.append(calibration.correct(edges[:, 0])[1].tolist())
-    untouched = Calibration().correct(edges[:, 0])[1].tolist()
+        corrections.append(calibration.correction().applied(edges[:, 0])[1].tolist())
+    untouched = Calibration().correction().applied(edges[:, 0])[1].tolist()
     # After 4 the score 0.9 holds; after 5 the text has the token that was given 0.2; 9 was no candidate.
     assert corrections[0][0] > untouched[0]
     assert corrections[1][0] < corrections[0][0]

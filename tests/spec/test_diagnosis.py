@@ -24,7 +24,7 @@ from tests.gpu.texts import embedded_pair
 from tests.tiny_draft import draft_config, save_draft
 
 PROMPT = "Write a function that returns the n-th Fibonacci number, and one that tests it."
-SURE = "def fibonacci(n):"  # on which a wrong causal flag costs most
+SURE = "Write a Python function that reverses a list."  # a wrong causal flag costs most wherever it is cut
 
 
 def session_of(draft: Path | None, costs: Path | None = None, **settings: Any) -> Session:
@@ -146,7 +146,7 @@ def test_the_text_that_lookup_reads_is_the_answer(monkeypatch: pytest.MonkeyPatc
     texts: list[list[int]] = []
     monkeypatch.setattr(DraftWatch, "look_into", lambda _, tokens: texts.append(list(tokens)))
     finished = answer(session_of(embedded_pair()[1], adaptive=adaptive), prompt=SURE)
-    assert [text[-len(finished.tokens) - 1 : -1] for text in texts] == [finished.tokens]  # then the end token
+    assert [text[-len(finished.tokens) :] for text in texts] == [finished.tokens]
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "nothing"])

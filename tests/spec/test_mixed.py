@@ -90,7 +90,7 @@ def test_two_that_know_different_things_are_asked_together() -> None:
 
 def test_a_fixed_tree_holds_both_proposals() -> None:
     run = clock((1.0, 0.0), (0.0, 0.0), "both", adaptive=False, budget=22)
-    tokens, parents = propose(run.drafter, run.text[0], 0, 64).lists()
+    tokens, parents = propose(run.drafter, Turn(0, run.text[:1], 64)).lists()
     # The first draft's path, and tokens of the other, which the text never has.
     assert set(run.text[1:9]) <= set(tokens) and max(tokens) >= VOCABULARY + 10
     assert len(parents) == 23
@@ -101,7 +101,7 @@ def test_each_draft_is_calibrated_by_itself() -> None:
     run.run(1000)
     call = run.drafter._draft_calls[2, False]
     claimed = torch.full((15, 1), 0.7).log()
-    first, other = (float(each.correct(claimed)[0].exp()) for each in call._calibrations)
+    first, other = (float(each.correction().applied(claimed)[0].exp()) for each in call._calibrations)
     assert first > 0.85 and other < 0.15
 
 
@@ -166,7 +166,7 @@ def test_several_texts_ask_the_mix_that_pays() -> None:
         drafter.open(slot)
     position = 0
     for _ in range(150):
-        turns = [Turn(slot, text[position], position, 23) for slot in range(2)]
+        turns = [Turn(slot, text[: position + 1], 23) for slot in range(2)]
         calls = [draft.calls for draft in drafts]
         drafter.draft(turns)
         trees = drafter.trees(turns)

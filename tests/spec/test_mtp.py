@@ -323,8 +323,8 @@ def test_learning_follows_the_path(case: Case) -> None:
         calibration = Calibration()
         for _ in range(50):
             calibration.observe(proposal, followed)
-        rows.append(calibration.correct(scores).flatten().tolist())
-    untouched = Calibration().correct(scores).flatten().tolist()
+        rows.append(calibration.correction().applied(scores).flatten().tolist())
+    untouched = Calibration().correction().applied(scores).flatten().tolist()
     assert rows[0][0] < untouched[0] and rows[0][2] == untouched[2]
     assert rows[1][0] > untouched[0] and rows[1][2] > untouched[2]
 

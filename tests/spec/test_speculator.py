@@ -9,7 +9,7 @@ import torch
 from bough.config import SpecConfig
 from bough.kernels.tree.reference import accept_path
 from bough.spec.costs import StepCosts
-from bough.spec.drafter import Constraint, HostPath, StepOutcome, Turn
+from bough.spec.drafter import HostPath, StepOutcome, Turn
 from bough.spec.speculator import Speculator
 from bough.spec.tree import Proposal, Tree
 
@@ -21,13 +21,10 @@ def step_cost(rows: int) -> float:
     return 1 + 0.03 * (rows - 1)
 
 
-def propose(
-    drafter: Speculator, anchor: int, position: int, max_rows: int, constraint: Constraint | None = None
-) -> Tree:
-    """Return the tree of slot 0, which is alone."""
-    turns = [Turn(0, anchor, position, max_rows, constraint)]
-    drafter.draft(turns)
-    return drafter.trees(turns)[0]
+def propose(drafter: Speculator, turn: Turn) -> Tree:
+    """Return the tree of a sequence that is alone."""
+    drafter.draft([turn])
+    return drafter.trees([turn])[0]
 
 
 class ScriptedDraft:
@@ -84,6 +81,7 @@ class Clock:
         self.drafter, self.text, self.draft = drafter, text, draft
         self.position, self.time, self.steps = 0, 0.0, 0
         self._ahead, self._root, self.planned = ahead, False, 0
+        self._plain = 0  # steps that are not drafted
         drafter.bind(lambda logits, positions, anchors, slots, count: (logits, logits))
         drafter.open(0)
 
@@ -94,13 +92,23 @@ class Clock:
             self._step()
         return (self.position - start) / (self.time - begin)
 
+    def _turn(self, rows: int) -> Turn:
+        return Turn(0, self.text[: self.position + 1], rows)
+
+    def _tree(self, rows: int) -> Tree:
+        """Return the next tree; on a host it may be decided that some are roots alone."""
+        if not self._ahead and not self._plain:
+            self._plain = self.drafter.plain_steps([self._turn(rows)])
+        return Tree.root(self.text[self.position]) if self._plain else propose(self.drafter, self._turn(rows))
+
     def _step(self) -> None:
         calls = self.draft.calls if self.draft else 0
-        limit = 1 if self._root else 64
-        tree = propose(self.drafter, self.text[self.position], self.position, limit)
+        tree = self._tree(1 if self._root else 64)
         drafting = DRAFT_COST * ((self.draft.calls if self.draft else 0) - calls)
         tokens, parents = tree.lists()
-        self._root = self._ahead and len(tokens) == 1 and self.drafter.plan_root([0])
+        observed = not self._plain
+        self._plain = max(0, self._plain - 1)
+        self._root = self._ahead and len(tokens) == 1 and self.drafter.plain_steps([self._turn(1)]) > 0
         self.planned += self._root
         depths = [0]
         for parent in parents[1:]:
@@ -110,7 +118,8 @@ class Clock:
         decided = [sampled[row] for row in path]
         cost = step_cost(len(tokens))
         self.drafter.commit(torch.zeros(len(path), 0), [HostPath(0, None, decided)])
-        self.drafter.observe({0: StepOutcome(len(tokens), path, decided, drafting, cost)})
+        if observed:
+            self.drafter.observe({0: StepOutcome(len(tokens), path, decided, drafting, cost)})
         self.time += cost + drafting
         self.position += len(decided)
         self.steps += 1
@@ -132,7 +141,8 @@ def clock(
     **options,
 ) -> Clock:
     draft = ScriptedDraft(text, right, claim, candidates) if right is not None else None
-    return Clock(Speculator(draft, SpecConfig(**options), StepCosts()), text, draft, ahead=ahead)
+    drafter = Speculator(draft, SpecConfig(**options), StepCosts(), on_host=not ahead)
+    return Clock(drafter, text, draft, ahead=ahead)
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -230,7 +240,7 @@ def test_forbidden_branches_are_never_proposed(options: dict) -> None:
     text = novel(200)
     for right, coming in ((0.6, []), (0.0, text[1:6]), (0.6, text[1:4])):
         run = clock(text, right, adaptive=False, **options)
-        tokens, parents = propose(run.drafter, text[0], 0, 64, KnownTokens(coming)).lists()
+        tokens, parents = propose(run.drafter, Turn(0, text[:1], 64, KnownTokens(coming))).lists()
         assert tokens[0] == text[0] and parents[0] == -1
         assert all(token < VOCABULARY for token in tokens)
         assert all(0 <= parent < row for row, parent in enumerate(parents) if row)
@@ -253,9 +263,9 @@ def depths_of(parents: list[int]) -> list[int]:
 def test_forced_text_is_copied_without_a_draft() -> None:
     text = novel(50)
     run = clock(text, None, adaptive=False)
-    tree = propose(run.drafter, text[0], 0, 64, KnownTokens(text[1:8]))
+    tree = propose(run.drafter, Turn(0, text[:1], 64, KnownTokens(text[1:8])))
     assert tree.tokens.tolist() == text[:8]
-    assert propose(run.drafter, text[0], 0, 1, KnownTokens(text[1:8])).tokens.tolist() == text[:1]
+    assert propose(run.drafter, Turn(0, text[:1], 1, KnownTokens(text[1:8]))).tokens.tolist() == text[:1]
 
 
 def test_a_restored_drafter_copies_from_the_text_before() -> None:
@@ -263,5 +273,5 @@ def test_a_restored_drafter_copies_from_the_text_before() -> None:
     run = clock([*phrase, *phrase], None)
     run.drafter.open(0, [*phrase, *phrase[:10]])
     run.drafter.observe({0: StepOutcome(1, [0], [phrase[10]], 0.0, 1.0)})
-    tree = propose(run.drafter, phrase[10], 40, 8)
+    tree = propose(run.drafter, Turn(0, [*phrase, *phrase[:11]], 8))
     assert tree.tokens.tolist() == phrase[10:18]

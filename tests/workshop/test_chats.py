@@ -1,5 +1,6 @@
 """The measures of repeated text in workshop/chats.py."""
 
+from tests.session.test_repeats import SAID, chat, tokenizer
 from workshop import chats
 
 
@@ -16,3 +17,8 @@ def test_sentences_of_prose_are_counted_and_code_is_not() -> None:
     assert chats.most_frequent([text]) == ("The fox ran to the den.", 2)
     assert chats.most_frequent([text, "The fox ran to the den."])[1] == 3
     assert chats.most_frequent(["Yes."]) == ("", 0)
+
+
+def test_a_right_answer_that_a_chat_cannot_give() -> None:
+    assert chats.may_say(tokenizer(), [], SAID) and not chats.may_say(tokenizer(), chat(*[SAID] * 3), SAID)
+    assert not chats.may_say(tokenizer(), [], f"{SAID}\n" * 9)

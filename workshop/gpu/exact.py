@@ -104,8 +104,8 @@ class RandomTrees(NoDrafter):
         self.prompt: int = 0
         self.known: Sequence[int] = ()
 
-    def plan_root(self, slots: Sequence[int]) -> bool:
-        return False
+    def plain_steps(self, turns: Sequence[Turn]) -> int:
+        return 0
 
     def trees(self, turns: Sequence[Turn], prompts: Sequence[Piece] = ()) -> list[Tree]:
         return [self._tree(turn.anchor, turn.position, turn.max_rows) for turn in turns]

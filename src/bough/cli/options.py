@@ -283,7 +283,8 @@ class EngineOptions:
         "minimal 512, low 2048, medium 8192. Default: as recommended for the model."
     )
     break_loops: bool = _reasoning(
-        "End reasoning that repeats itself for the third time, as at the end of a budget.",
+        "End reasoning that repeats itself for the third time, as at the end of a budget, and answers of a "
+        "chat by the recommended sampling. A small model's chats say no sentence a fourth time, either.",
         "--break-loops/--no-break-loops",
         default=True,
     )

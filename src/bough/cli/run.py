@@ -286,8 +286,8 @@ def _request(
         messages=None if prompt.raw else [*system, {"role": "user", "content": content}],
         prompt=text if prompt.raw else None,
         max_tokens=sampling.limit,
-        sampling=replace(
-            session.sampling_for(prompt.think, raw=prompt.raw), **sampling.given(), logprobs=logprobs
+        sampling=session.sampling_for(prompt.think, raw=prompt.raw).changed(
+            sampling.given() | {"logprobs": logprobs}
         ),
         stop=sampling.stops,
         thinking=prompt.think,

@@ -236,6 +236,7 @@ def _card(card: ModelCard | None, metadata: Mapping[str, Any]) -> dict[str, Any]
             "thinking": advice.thinks,
             "reasoning_effort": advice.effort or None,
             "sampling": sampling,
+            "sentences": advice.sentences or None,
             "source": advice.source,
         },
     }
@@ -488,7 +489,9 @@ def _recommended_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         rows += [("sampling", f"{thinking} with thinking"), ("", f"{plain} without")]
     else:
         rows.append(("sampling", thinking if advice["thinking"] else plain))
-    return [*rows, ("", f"as recommended by {advice['source']}; --greedy: the likeliest token each time")]
+    rows.append(("", f"as recommended by {advice['source']}; --greedy: the likeliest token each time"))
+    most = f", no sentence is said more than {advice['sentences']} times" if advice["sentences"] else ""
+    return [*rows, ("in chats", f"answers that loop are ended{most}; --no-break-loops")]
 
 
 def _flags(sampling: dict[str, Any]) -> str:

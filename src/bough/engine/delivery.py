@@ -31,6 +31,6 @@ def token_events(
 def done(drafter: Drafter, sequence: Sequence) -> Done:
     """Return the end of a finished sequence, with what the drafter has to say."""
     assert sequence.reason is not None
-    notes = drafter.notes(sequence.slot)
+    notes = drafter.notes(sequence.slot, sequence.tokens)
     sequence.stats.notes, sequence.stats.shares = notes.warnings, notes.shares
     return Done(sequence.reason, sequence.stats)

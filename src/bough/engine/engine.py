@@ -15,7 +15,7 @@ from bough.engine.images import PictureEncoder
 from bough.engine.paging import Paging, Parts
 from bough.engine.pipeline import Pipeline, tagged
 from bough.engine.prompts import SHORT, PromptReader
-from bough.engine.runner import EagerRunner, GraphRunner
+from bough.engine.runner import GraphRunner, StepRunner
 from bough.engine.sampler import SamplingParams
 from bough.engine.scheduler import Admit, Decode, PrefillChunk, Scheduler, Work
 from bough.engine.sequence import LaunchAhead, Limits, OwnConstraint, Phase, Request, Sequence
@@ -65,7 +65,7 @@ class Engine:
         self.drafter = drafter or NoDrafter()
         check_taps(target.spec, self.drafter.features.taps)
         graphs = target.device.type == "cuda" if runner == "auto" else runner == "graph"
-        kind = GraphRunner if graphs else EagerRunner
+        kind = GraphRunner if graphs else StepRunner
         cache = cache or CacheConfig(*kv_formats(target.spec, target.device))
         self.states = SequenceStates(
             target.spec,

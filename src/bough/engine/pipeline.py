@@ -28,6 +28,7 @@ class Batch:
     trees: list[Tree] | SharedTrees
     pieces: list[PromptPiece]
     forward: Forward
+    observed: bool = True  # by the drafter
 
     @property
     def alone(self) -> bool:
@@ -53,6 +54,9 @@ class Pipeline:
         self._max_rows, self._working = parts.max_rows, parts.working
         self._drafted: list[Sequence] = []  # whose next draft is launched already
         self._launched: Batch | None = None
+        # On a host: steps of a sequence that are plain by the drafter's decision, and the tree of one.
+        self._plain_steps, self._root = 0, Tree.root(0)
+        self._plain: Sequence | None = None
 
     @property
     def in_flight(self) -> Batch | None:
@@ -84,8 +88,9 @@ class Pipeline:
             for index, sequence in enumerate(batch.sequences)
             if not sequence.finished
         ]
-        by_slot = {sequence.slot: outcome for _, sequence, outcome in settled}
-        self._drafter.observe(by_slot, [len(piece.tokens) for piece in batch.pieces])
+        if batch.observed:
+            by_slot = {sequence.slot: outcome for _, sequence, outcome in settled}
+            self._drafter.observe(by_slot, [len(piece.tokens) for piece in batch.pieces])
         delivered = [self._deliver(sequence, outcome) for _, sequence, outcome in settled]
         if ahead == "draft":
             self._launch_draft(batch)
@@ -135,6 +140,9 @@ class Pipeline:
 
     def _begin(self, sequences: list[Sequence], readers: list[Sequence]) -> Batch | None:
         """Launch the next step's draft and forward; None: there are no pages for any of the sequences."""
+        alone = len(sequences) == 1 and not readers and not self._runner.asynchronous
+        if alone and (batch := self._begin_plain(*sequences)) is not None:
+            return batch
         pieces = self._prompts.pieces(readers, len(sequences)) if readers else []
         drafted, self._drafted = self._drafted, []
         most = tree_rows(len(sequences) + len(pieces))
@@ -162,10 +170,21 @@ class Pipeline:
         forward = self._runner.verify([*parts, *(piece.part for piece in pieces)], shared)
         return Batch(sequences, trees, pieces, forward)
 
+    def _begin_plain(self, sequence: Sequence) -> Batch | None:
+        """Begin a step of the root alone, as without a drafter; None: it plans the step."""
+        if not self._plain_steps or self._plain is not sequence:
+            turn = self._turn(sequence, self._row_limit(sequence))
+            self._plain, self._plain_steps = sequence, self._drafter.plain_steps([turn])
+        if not self._plain_steps or not self._paging.provide(sequence, 1):
+            return None
+        self._plain_steps -= 1
+        self._root.packed.numpy()[0, 0] = sequence.anchor
+        forward = self._runner.verify([Verify(sequence.slot, self._root, sequence.room)])
+        return Batch([sequence], [self._root], [], forward, observed=False)
+
     def _turn(self, sequence: Sequence, max_rows: int) -> Turn:
-        slot, shown = sequence.slot, sequence.request.trees
-        length = self._states.lengths[slot]
-        return Turn(slot, sequence.anchor, length, max_rows, self._constraint(sequence), shown)
+        shown = sequence.request.trees
+        return Turn(sequence.slot, sequence.tokens, max_rows, self._constraint(sequence), shown)
 
     def _draft(self, turns: list[Turn], prompts: list[Piece]) -> None:
         self._runner.draft(lambda: self._drafter.draft(turns, prompts))
@@ -246,12 +265,12 @@ class Pipeline:
         sequences = batch.sequences
         if not batch.plain or len(batch.running) < len(sequences) or any(each.room < 2 for each in sequences):
             return None
-        if not batch.alone and self._scheduler.decode_next(self._paging.fits) is None:
-            return None
         if batch.alone and self._scheduler.contended:
             return None
+        if not batch.alone and self._scheduler.decode_next(self._paging.fits) is None:
+            return None
         drafts = self._max_rows > 1 and any(each.request.draft_budget != 0 for each in sequences)
-        if drafts and not self._drafter.plan_root([each.slot for each in sequences]):
+        if drafts and not self._drafter.plain_steps([self._turn(each, 1) for each in sequences]):
             return None
         for sequence in sequences:
             self._paging.reserve(sequence.slot, 1 + self._runner.step_rows(1, len(sequences)))

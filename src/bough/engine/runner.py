@@ -1,7 +1,7 @@
 """StepRunner: verifies trees and commits accepted paths over static buffers, eagerly or as CUDA graphs.
 
 A step is three functions: draft and trees (the drafter's), forward, then sample, accept and commit. A step of
-several sequences has ragged rows. `EagerRunner` runs steps with exactly the trees' rows, which suits a CPU.
+several sequences has ragged rows. `StepRunner` runs steps with exactly the trees' rows, which suits a CPU.
 `GraphRunner` pads a step to one of a few sizes, so that each size can be captured as CUDA graphs; padding
 rows have no parent, and acceptance never reaches them.
 """
@@ -159,11 +159,11 @@ class StepClock:
 
 
 class StepRunner:
-    """Steps of the decoding sequences; `EagerRunner` and `GraphRunner` are its two forms."""
+    """Runs the steps of the decoding sequences as they are called, with exactly the trees' rows."""
 
     # Whether launches return before the device is done, so that launching ahead hides the host's time.
     # Where they are, buffers must never move.
-    asynchronous: bool
+    asynchronous = False
     tree_sizes: Sequence[int] = ()  # rows of padded steps with trees; none: exactly the trees' rows
     captured = False
 
@@ -304,7 +304,13 @@ class StepRunner:
 
     def measured(self, slot: int, size: int, *, draft: bool = False) -> StepTimes:
         """Return the times of a step of one sequence with `size` rows, and with a draft call if asked."""
-        raise NotImplementedError
+        self._states.reserve(slot, size)
+        if draft:
+            self.draft(lambda: [function() for function in self._draft_functions[:1]])
+        self.accept(self.verify([Verify(slot, Tree.chain([0] * size), 1)]))
+        _, times = self.read_back()
+        self._states.lengths[slot] += 1
+        return times
 
     def _read(self, flat: Tensor, first: Tensor | None) -> None:
         """Begin to copy an acceptance to the host, and the first row of each tree of several."""
@@ -331,11 +337,36 @@ class StepRunner:
         return self._accept(forward)
 
     def _accept_on_host(self, forward: Forward) -> list[Accepted] | None:
-        """Sample, accept and commit without tensors of the result; None: not for this step."""
-        return None
+        """Sample, accept and commit without tensors of the result; None: not for this step.
+
+        On a CPU a step of one sequence is a few integers; tensors would take a fifth of a plain step.
+        """
+        step, size = forward.step, forward.bounds[-1]
+        if step.first is not None or self.asynchronous or self._device.type != "cpu":
+            return None
+        inputs, sampled = self._trees.of(1), self.sampler.sample(forward.logits, step).tolist()
+        slot, limit = inputs.slots.item(), inputs.limits.item()
+        tokens, parents = inputs.rows.numpy()[:2, :size].tolist()
+        path, counts = [0], self.sampler.counts.numpy()
+        if size > 1:
+            stops = self._stops[slot].tolist()
+            path = reference.accept_path(tokens, parents, sampled, stops=stops, limit=limit)
+        for row in path:
+            counts[slot, tokens[row]] += 1
+        self._states.commit_rows(slot, path, size=size)
+        accepted = Accepted(path, [sampled[row] for row in path], size)
+        if self._taps:
+            rows = None if len(path) == size else path
+            self._drafter.commit(forward.features, [HostPath(slot, rows, accepted.tokens)])
+        return [accepted]
 
     def _commit_draft(self, forward: Forward, acceptance: Acceptance) -> None:
-        raise NotImplementedError
+        slots, begins = forward.step.slots.tolist(), forward.bounds[:-1]
+        paths = [
+            HostPath(slot, [begin + row for row in path], tokens)
+            for slot, begin, (path, tokens) in zip(slots, begins, acceptance.paths(), strict=True)
+        ]
+        self._drafter.commit(forward.features, paths)
 
     def _forward(self, capacity: int, size: int, into: VerifyBuffers | None = None) -> Forward:
         step = self._trees.step(capacity, size)
@@ -365,50 +396,6 @@ class StepRunner:
         if self._taps:
             self._commit_draft(forward, acceptance)
         return acceptance
-
-
-class EagerRunner(StepRunner):
-    """Runs every step as it is called, with exactly the trees' rows."""
-
-    asynchronous = False
-
-    def measured(self, slot: int, size: int, *, draft: bool = False) -> StepTimes:
-        self._states.reserve(slot, size)
-        if draft:
-            self.draft(lambda: [function() for function in self._draft_functions[:1]])
-        self.accept(self.verify([Verify(slot, Tree.chain([0] * size), 1)]))
-        _, times = self.read_back()
-        self._states.lengths[slot] += 1
-        return times
-
-    def _accept_on_host(self, forward: Forward) -> list[Accepted] | None:
-        """On a CPU a step of one sequence is a few integers; tensors would take a fifth of a plain step."""
-        step, size = forward.step, forward.bounds[-1]
-        if step.first is not None or self._device.type != "cpu":
-            return None
-        inputs, sampled = self._trees.of(1), self.sampler.sample(forward.logits, step).tolist()
-        slot, limit = inputs.slots.item(), inputs.limits.item()
-        tokens, parents = inputs.rows.numpy()[:2, :size].tolist()
-        path, counts = [0], self.sampler.counts.numpy()
-        if size > 1:
-            stops = self._stops[slot].tolist()
-            path = reference.accept_path(tokens, parents, sampled, stops=stops, limit=limit)
-        for row in path:
-            counts[slot, tokens[row]] += 1
-        self._states.commit_rows(slot, path, size=size)
-        accepted = Accepted(path, [sampled[row] for row in path], size)
-        if self._taps:
-            rows = None if len(path) == size else path
-            self._drafter.commit(forward.features, [HostPath(slot, rows, accepted.tokens)])
-        return [accepted]
-
-    def _commit_draft(self, forward: Forward, acceptance: Acceptance) -> None:
-        slots, begins = forward.step.slots.tolist(), forward.bounds[:-1]
-        paths = [
-            HostPath(slot, [begin + row for row in path], tokens)
-            for slot, begin, (path, tokens) in zip(slots, begins, acceptance.paths(), strict=True)
-        ]
-        self._drafter.commit(forward.features, paths)
 
 
 class GraphRunner(StepRunner):

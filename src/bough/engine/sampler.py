@@ -32,6 +32,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to a token's logit
     logprobs: int | None = None  # alternatives to report beside each token's own; None: no log probabilities
     seed: int | None = None  # None: a fresh one, shown in the statistics
+    recommended: bool = False  # for the model, and a request has asked for nothing else
 
     def __post_init__(self) -> None:
         self._check("temperature", 0 <= self.temperature <= 100, "between 0 and 100")
@@ -49,6 +50,11 @@ class SamplingParams:
     def _check(self, name: str, sound: bool, needed: str) -> None:
         if not sound:
             raise UsageError(f"{name} is {getattr(self, name)}, needed {needed}", param=name)
+
+    def changed(self, values: Mapping[str, Any]) -> Self:
+        """Return the parameters with a request's own values."""
+        recommended = self.recommended and not values.keys() - {"seed", "logit_bias", "logprobs"}
+        return replace(self, recommended=recommended, **values)
 
     def seeded(self) -> Self:
         """Return the same parameters with a seed."""

@@ -7,6 +7,14 @@ from typing import Any
 from bough.compress.compressor import Report
 from bough.spec.drafter import Shares
 
+_REPORTED = (  # by `RequestStats.as_dict`
+    *("prompt_tokens", "cached_tokens", "cached_after_answer", "generated_tokens", "reasoning_tokens"),
+    *("reasoning_loops", "answer_loops", "avoided_sentences", "steps", "plain_steps"),
+    *("acceptance_length", "accepted_by_position"),
+    *("rows_per_step", "ttft_s", "prefill_tok_s", "decode_tok_s", "draft_s", "verify_s", "commit_s"),
+    *("seed", "notes"),
+)
+
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
@@ -28,6 +36,8 @@ class RequestStats:
     generated_tokens: int = 0
     reasoning_tokens: int = 0  # of the generated ones
     reasoning_loops: int = 0  # reasoning that was ended because it repeated itself
+    answer_loops: int = 0  # an answer that was
+    avoided_sentences: int = 0  # of a chat's answers, that would have stood there too often
     steps: int = 0
     step_tokens: int = 0  # committed by steps; the first token comes from prefill and is not among them
     plain_steps: int = 0  # with a tree that was only its root
@@ -161,28 +171,7 @@ class RequestStats:
         }
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "cached_tokens": self.cached_tokens,
-            "cached_after_answer": self.cached_after_answer,
-            "generated_tokens": self.generated_tokens,
-            "reasoning_tokens": self.reasoning_tokens,
-            "reasoning_loops": self.reasoning_loops,
-            "steps": self.steps,
-            "plain_steps": self.plain_steps,
-            "acceptance_length": self.acceptance_length,
-            "accepted_by_position": self.accepted_by_position,
-            "accepted_by": asdict(self.shares),
-            "rows_per_step": self.rows_per_step,
-            "ttft_s": self.ttft_s,
-            "prefill_tok_s": self.prefill_tok_s,
-            "decode_tok_s": self.decode_tok_s,
-            "draft_s": self.draft_s,
-            "verify_s": self.verify_s,
-            "commit_s": self.commit_s,
-            "seed": self.seed,
-            "approximate": list(self.approximate),
-            "notes": self.notes,
-            **({"images": self.images_dict()} if self.images else {}),
-            **({"compression": compression} if (compression := self.compression_dict()) else {}),
-        }
+        report = {name: getattr(self, name) for name in _REPORTED}
+        report |= {"accepted_by": asdict(self.shares), "approximate": list(self.approximate)}
+        report |= {"images": self.images_dict()} if self.images else {}
+        return report | ({"compression": compression} if (compression := self.compression_dict()) else {})

@@ -17,7 +17,9 @@ _KEYS = (
     ("repetition_penalty", "penalty_repeat", 0.01, 100.0),
 )
 # Below this width Qwen2.5's models come with a stronger penalty: those up to 1.5B.
-_SMALL_QWEN2 = 2048
+_SMALL = 2048
+# Such a model gives an answer again and again: how often a sentence may stand in those of a chat.
+_SENTENCES = 3
 _UNKNOWN = Sampling(0.7, top_p=0.95)
 # With and without reasoning, as in the generation_config.json of the publisher's models.
 _FAMILIES: Mapping[str, tuple[Sampling, Sampling]] = {
@@ -43,6 +45,7 @@ class Recommended:
     source: str  # who recommends them
     thinks: bool  # whether the model reasons by default
     effort: str = ""  # of reasoning; empty: the template's default
+    sentences: int = 0  # how often one may stand in the answers of a chat; 0: any number
 
     def sampling(self, thinking: bool | None) -> Sampling:
         """Return the values with or without reasoning; None: as the model does by default."""
@@ -51,6 +54,12 @@ class Recommended:
 
 def recommended(card: ModelCard | None, metadata: Mapping[str, Any]) -> Recommended:
     """Return what is recommended for a model with this card and this file."""
+    width = metadata.get(f"{metadata.get('general.architecture')}.embedding_length")
+    small = isinstance(width, int) and width < _SMALL
+    return replace(_values(card, metadata, small=small), sentences=_SENTENCES if small else 0)
+
+
+def _values(card: ModelCard | None, metadata: Mapping[str, Any], *, small: bool) -> Recommended:
     reasons = "<think>" in str(metadata.get("tokenizer.chat_template") or "")
     thinks = reasons if card is None else card.thinking
     if card is not None and card.sampling:
@@ -62,7 +71,7 @@ def recommended(card: ModelCard | None, metadata: Mapping[str, Any]) -> Recommen
         return Recommended(alone, alone, "the model's file", thinks)
     family = _family(metadata)
     thinking, plain = _FAMILIES.get(family, (_UNKNOWN, _UNKNOWN))
-    if family == "qwen2" and metadata.get("qwen2.embedding_length", _SMALL_QWEN2) < _SMALL_QWEN2:
+    if family == "qwen2" and small:
         plain = replace(plain, repetition_penalty=1.1)
     source = f"the publisher of {family}" if family in _FAMILIES else "bough, as nothing is known"
     return Recommended(replace(thinking, **stated), replace(plain, **stated), source, thinks)

@@ -100,7 +100,8 @@ def sampling(
         values["top_k"] = min(values["top_k"], MAX_COUNT)
     if values.get("top_p") == 0:  # only the likeliest token
         values["top_p"] = 1e-9
-    return replace(defaults, **values, logit_bias=_biases(fields.get("logit_bias")), logprobs=logprobs)
+    biases = _biases(fields.get("logit_bias"))
+    return defaults.changed(values | {"logit_bias": biases, "logprobs": logprobs})
 
 
 def _biases(biases: Mapping[str, float] | None) -> dict[int, float]:

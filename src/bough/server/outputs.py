@@ -8,6 +8,7 @@ from bough.engine.stats import RequestStats
 from bough.session.events import TreeStep
 from bough.text.tokenizer import Tokenizer
 
+_LOOPS = ("reasoning_loops", "answer_loops", "avoided_sentences")
 LEAST_LOGPROB = -9999.0  # JSON has no infinities
 
 
@@ -25,10 +26,9 @@ def speculation(*outputs: RequestStats) -> dict[str, Any]:
 
 def notes(*outputs: RequestStats, copies: int = 1) -> dict[str, Any]:
     """Return what usage objects say where there is something to say; each prompt has `copies` outputs."""
-    loops = sum(stats.reasoning_loops for stats in outputs)
     named = dict.fromkeys(name for stats in outputs for name in stats.approximate)
     facts = {
-        "reasoning_loops": loops,  # reasoning that was ended because it repeated itself
+        **{name: sum(getattr(stats, name) for stats in outputs) for name in _LOOPS},
         "approximate": list(named),  # what was not computed exactly
         "cached_after_answer": any(stats.cached_after_answer for stats in outputs),
         "compression": outputs[::copies][-1].compression_dict() if outputs else {},

@@ -66,7 +66,7 @@ class Extension(Body):
 
     trees: bool = Field(False, description="Send the tree of every step in the chunks.")
     budget: int | None = Field(None, ge=0, le=63, description="Most draft tokens a step; 0: plain decoding.")
-    break_loops: bool = Field(True, description="End reasoning that repeats itself.")
+    break_loops: bool = Field(True, description="End reasoning and answers that repeat themselves.")
 
 
 class SamplingFields(Body):

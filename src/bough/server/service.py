@@ -96,7 +96,7 @@ class Service:
         return f"bough-{bough.__version__}-{self.model_name}"
 
     def defaults(self, thinking: bool | None, *, raw: bool = False) -> SamplingParams:
-        return replace(self.session.sampling_for(thinking, raw=raw), **dict(self.config.sampling))
+        return self.session.sampling_for(thinking, raw=raw).changed(self.config.sampling)
 
     def sampling_facts(self) -> dict[str, Any]:
         values = self.defaults(self.config.thinking)

@@ -1,4 +1,5 @@
-"""TokenConstraint: which tokens may follow each row of a tree: an end of reasoning, then a grammar.
+"""TokenConstraint: which tokens may follow each row of a tree: an end of reasoning, then a grammar, or what
+keeps an answer from repeating itself.
 
 Rows without a constraint have no mask and cost nothing. Imports no torch.
 """
@@ -11,6 +12,7 @@ from typing import Literal
 import numpy as np
 
 from bough.session.loops import LoopFinder
+from bough.session.repeats import Repeats, Written
 from bough.text.grammar import Matcher
 
 Mask = np.ndarray  # [vocabulary / 32] int32: a bit for each token that may follow
@@ -32,6 +34,7 @@ class ConstraintSpec:
     answer: Matcher | None = None
     call_token: int | None = None  # begins text that has to match `call`
     call: Matcher | None = None
+    repeats: Repeats | None = None  # of an answer without a grammar and calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,7 @@ class _State:
     count: int = 0  # tokens of this phase so far
     limit: int | None = None  # of these tokens, in reasoning
     matcher: Matcher | None = None
+    written: Written | None = None  # of a free answer that must not repeat itself
 
 
 class TokenConstraint:
@@ -64,16 +68,24 @@ class TokenConstraint:
             state, _ = self._next(self._state, token)
             assert state is not None, f"token {token} was sampled although the mask excludes it"
             self.loops_ended += state.phase == self._state.phase and state.limit != self._state.limit
-            self._state = state
+            before, self._state = self._state, state
             if self._loops is not None:
                 self._loops.commit()
-            if self.complete:
+            if self.complete or self._ended(before, token):
                 return count
         return None
+
+    def _ended(self, before: _State, token: int) -> bool:
+        """Return whether the answer repeats itself with a token, which has been accepted."""
+        if self.spec.repeats is None or self._state.written in (None, self.spec.repeats.beginning):
+            return False
+        return self.spec.repeats.accept(before.written or self.spec.repeats.beginning, token)
 
     def idle(self, rows: int) -> bool:
         """Return whether any token may follow each row of any tree with `rows` rows."""
         spec, state = self.spec, self._state
+        if spec.repeats is not None and not spec.repeats.idle(rows):
+            return False
         if spec.answer is not None or spec.call is not None or state.phase not in ("start", "reasoning"):
             return state.phase == "free" and spec.call is None
         limit = state.limit if state.phase == "reasoning" else spec.budget
@@ -135,7 +147,14 @@ class TokenConstraint:
             if forced:
                 return self._only(forced[0])
             return self._no_end if spec.answer is not None and spec.ends else None
-        return state.matcher.mask() if state.matcher is not None else None
+        if state.matcher is not None:
+            return state.matcher.mask()
+        return ~self._only(*forbidden) if (forbidden := self._forbidden(state)) else None
+
+    def _forbidden(self, state: _State) -> list[int]:
+        """Return the tokens that may not follow a free answer."""
+        repeats, written = self.spec.repeats, state.written
+        return [] if repeats is None or written is None else repeats.forbidden(written)
 
     def _only(self, *tokens: int) -> Mask:
         mask = np.zeros(-(-self.spec.vocabulary // 32), dtype=np.uint32)
@@ -149,7 +168,9 @@ class TokenConstraint:
 
     def _answer(self) -> _State:
         spec = self.spec
-        return _State("answer", matcher=spec.answer) if spec.answer is not None else _State("free")
+        if spec.answer is not None:
+            return _State("answer", matcher=spec.answer)
+        return _State("free", written=None if spec.repeats is None else spec.repeats.beginning)
 
     def _next(self, state: _State, token: int) -> tuple[_State | None, Matcher | LoopFinder | None]:
         """Return the state after `token`, None where it may not follow, and what has advanced."""
@@ -173,12 +194,18 @@ class TokenConstraint:
             case "free":
                 if token == spec.call_token and spec.call is not None:
                     return _State("call", matcher=spec.call.fork()), None
-                return state, None
+                return self._written(state, token), None
         matcher = state.matcher
         assert matcher is not None
         if not matcher.advance(token):
             return None, None
         return _State("free") if state.phase == "call" and matcher.complete else state, matcher
+
+    def _written(self, state: _State, token: int) -> _State | None:
+        if self.spec.repeats is None or state.written is None:
+            return state
+        written = self.spec.repeats.after(state.written, token)
+        return None if written is None else replace(state, written=written)
 
     def _repeated(self, state: _State, token: int) -> tuple[_State, LoopFinder | None]:
         """Return the state of reasoning after a token, which is its last one if it completes a loop."""

@@ -30,7 +30,10 @@ def loop_start(tokens: Sequence[int]) -> int | None:
 
 
 class LoopFinder:
-    def __init__(self) -> None:
+    def __init__(self, least: int = _LEAST) -> None:
+        """least: tokens that a loop repeats."""
+        self._least = least
+        self._at_least = np.maximum(_NEEDED, least)
         self._tokens = np.zeros(1024, np.int64)
         self._count = 0
         # By period, from 1 on: how many of the last tokens equal the token a period before.
@@ -40,12 +43,19 @@ class LoopFinder:
     @property
     def distance(self) -> int:
         """Return how many more tokens it takes until a loop can be found, at least."""
-        return int((_NEEDED - self._matches).min())
+        return int((self._at_least - self._matches).min())
 
     @property
     def found(self) -> bool:
-        periods = np.flatnonzero(self._matches >= _NEEDED) + 1
-        return any(self._matches[period - 1] >= self._needed(int(period)) for period in periods)
+        return bool(self.period)
+
+    @property
+    def period(self) -> list[int]:
+        """Return the tokens that repeat themselves, none unless a loop is found."""
+        for length in map(int, np.flatnonzero(self._matches >= self._at_least) + 1):
+            if self._matches[length - 1] >= self._needed(length):
+                return self._tokens[self._count - length : self._count].tolist()
+        return []
 
     def advance(self, token: int) -> None:
         self._before.append(self._matches)
@@ -69,7 +79,7 @@ class LoopFinder:
 
     def _needed(self, period: int) -> int:
         few = len(np.unique(self._tokens[self._count - period : self._count])) < _FEW
-        return max(_REPEATED * period, _LEAST_OF_FEW if few else _LEAST)
+        return max(_REPEATED * period, _LEAST_OF_FEW if few else _LEAST, self._least)
 
 
 _PERIODS = np.arange(1, LONGEST + 1, dtype=np.int32)

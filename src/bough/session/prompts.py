@@ -14,6 +14,7 @@ from bough.prefix_cache.boundaries import SnapshotKind
 from bough.session.constraint import ConstraintSpec, TokenConstraint
 from bough.session.output import OutputStream
 from bough.session.pictures import PAD, VISION_END, Pictures
+from bough.session.repeats import Repeats
 from bough.session.requests import Prompt, TextRequest
 from bough.text.grammar import GrammarCompiler, Matcher
 from bough.text.grammar_jobs import CompiledGrammar, GrammarJob, Grammars
@@ -40,11 +41,12 @@ class Prompts:
         template: ChatTemplate,
         *,
         break_loops: bool = True,
+        sentences: int = 0,
         pictures: Pictures | None = None,
     ):
-        """`pictures` None: the model is loaded without its image encoder."""
+        """`sentences`: see Recommended. `pictures` None: the model is loaded without its image encoder."""
         self._tokenizer, self._template, self._break_loops = tokenizer, template, break_loops
-        self._pictures = pictures
+        self._sentences, self._pictures = sentences, pictures
         self.grammars = Grammars(GrammarCompiler(tokenizer))
 
     def encode(
@@ -224,10 +226,13 @@ class Prompts:
         budget = self._budget(request) if reasoning != "none" else None
         end = token(END_THINK)
         loops = self._break_loops and request.break_loops and reasoning != "none" and end is not None
-        if answer is None and call is None and budget is None and not loops:
+        repeats = self._repeats(request, prompt) if answer is None and call is None else None
+        if answer is None and call is None and budget is None and not loops and repeats is None:
             return None
         if reasoning != "none" and end is None:
-            raise UsageError(f"the model has no token {END_THINK}, so its reasoning cannot be limited")
+            if repeats is None or budget is not None:
+                raise UsageError(f"the model has no token {END_THINK}, so its reasoning cannot be limited")
+            reasoning = "none"  # the text is looked at as one
         return TokenConstraint(
             ConstraintSpec(
                 vocabulary=self._tokenizer.vocab_size,
@@ -242,8 +247,19 @@ class Prompts:
                 answer=answer,
                 call_token=token(OPEN),
                 call=call,
+                repeats=repeats,
             )
         )
+
+    def _repeats(self, request: TextRequest, prompt: Prompt) -> Repeats | None:
+        """Return what keeps a chat by the recommended sampling from repeating itself; None: it may."""
+        sampling = request.sampling
+        chat = request.messages is not None and not prompt.tools and not request.ignore_eos
+        usual = sampling.recommended and sampling.temperature > 0
+        if not (chat and usual and self._break_loops and request.break_loops):
+            return None
+        assert request.messages is not None
+        return Repeats(self._tokenizer, request.messages, self._sentences, begun=request.continue_final)
 
     def grammar(self, request: TextRequest, prompt: Prompt) -> CompiledGrammar | None:
         """Return the compiled grammar of the answer, or of each tool call; None for any text."""

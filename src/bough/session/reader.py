@@ -43,7 +43,9 @@ class RequestReader:
         self.vector_spec = vector_spec
         self.recommended = recommended
         pictures = None if images is None else Pictures(images)
-        self._prompts = Prompts(tokenizer, template, break_loops=break_loops, pictures=pictures)
+        self._prompts = Prompts(
+            tokenizer, template, break_loops=break_loops, sentences=recommended.sentences, pictures=pictures
+        )
         self._compression = PromptCompression(self._prompts, tokenizer, compression or Compression())
 
     @property
@@ -63,7 +65,7 @@ class RequestReader:
         values = asdict(self.recommended.sampling(thinking))
         if raw:
             values |= {"repetition_penalty": 1.0, "presence_penalty": 0.0}
-        return SamplingParams(**values)
+        return SamplingParams(**values, recommended=not raw)
 
     @property
     def compresses(self) -> bool:

@@ -65,7 +65,7 @@ class TextRequest:
     thinking: bool | None = None  # None: the template's default
     thinking_budget: int | None = None  # reasoning tokens, after which reasoning is ended
     effort: str | None = None  # of reasoning, one of EFFORTS; None: as recommended for the model
-    break_loops: bool = True  # reasoning that repeats itself is ended
+    break_loops: bool = True  # reasoning and answers that repeat themselves are ended
     grammar: Grammar | None = None  # of the answer; reasoning is unconstrained
     continue_final: bool = False  # the last message is the beginning of the answer
     template_options: Mapping[str, Any] = field(default_factory=dict)  # further template variables

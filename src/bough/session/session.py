@@ -30,6 +30,7 @@ __all__ = ["Finished", "Progress", "Session", "Text", "TextRequest"]
 
 
 LOOPED = "The reasoning repeated itself and was ended there."
+ANSWER_LOOPED = "The answer repeated itself and was ended there."
 
 
 class Session(RequestReader):
@@ -280,9 +281,13 @@ class TextGeneration(UnreadGeneration):
             stats.notes = [*stats.notes, f"The prompt was not compressed: {stats.compression.reason}."]
         stats.reasoning_tokens = min(self._output.reasoning_tokens, len(self._tokens))
         constraint = self.sequence.request.constraint
-        if isinstance(constraint, TokenConstraint) and constraint.loops_ended:
+        if isinstance(constraint, TokenConstraint):
             stats.reasoning_loops = constraint.loops_ended
-            stats.notes = [*stats.notes, LOOPED]
+            repeats = constraint.spec.repeats
+            stats.answer_loops = int(repeats is not None and repeats.ended)
+            stats.avoided_sentences = 0 if repeats is None else repeats.avoided
+            looped = (LOOPED * bool(stats.reasoning_loops), ANSWER_LOOPED * stats.answer_loops)
+            stats.notes = [*stats.notes, *filter(None, looped)]
         called = done.reason == "stop" and self._output.called
         return Finished(
             reason="tool_calls" if called else done.reason,

@@ -36,6 +36,7 @@ class UsualAcceptance:
     expected: list[float] = field(default_factory=lambda: [0.0] * (len(WAITS) - 1))
     outcomes: int = 0
     unasked: int = 0  # steps since the last draft call, of all texts
+    credit: float = 0.25  # plain steps that the next copy may be expected to lose
     kept: "KeptPromises" = field(default_factory=lambda: KeptPromises(None))
 
 

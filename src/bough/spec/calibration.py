@@ -45,10 +45,6 @@ class Calibration:
             self._stale = False
         return self._correction
 
-    def correct(self, scores: Tensor) -> Tensor:
-        """Return calibrated scores [K, k], one row a depth, at most 0."""
-        return self.correction().applied(scores)
-
     def observe(self, proposal: Proposal, followed: list[int]) -> None:
         """Learn from a proposal, before correction, and the tokens that followed."""
         ids = proposal.ids[:, :LEADING].tolist()

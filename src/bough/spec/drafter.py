@@ -25,7 +25,6 @@ class Rank(Protocol):
 
     def perturb(self, change: Tensor, slots: Tensor) -> Tensor:
         """Return what another logit changes in a score: change [S, ...], new logits less those ranked."""
-        ...
 
 
 class Constraint(Protocol):
@@ -33,23 +32,18 @@ class Constraint(Protocol):
 
     def forced(self, limit: int) -> list[int]:
         """Return tokens that must follow, or almost certainly will."""
-        ...
 
     def kept(self, tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
         """Return the rows of a tree that are allowed, in order."""
-        ...
 
     def masks(self, tokens: Sequence[int], parents: Sequence[int]) -> list[np.ndarray | None]:
         """Return what may follow each row of a tree, a bit a token; None: any token."""
-        ...
 
     def idle(self, rows: int) -> bool:
         """Return whether any token may follow each row of any tree with `rows` rows."""
-        ...
 
     def accept(self, tokens: Sequence[int]) -> int | None:
         """Advance over sampled tokens; a number: that many of them complete the output."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +51,19 @@ class Turn:
     """One sequence's part of a step that is being planned."""
 
     slot: int
-    anchor: int  # its last token
-    position: int  # of the anchor
+    text: Sequence[int]  # its tokens, from the prompt's first to the last one
     max_rows: int  # of its tree, the root included
     constraint: Constraint | None = None
     shown: bool = False  # its tree is read on the host, too
+
+    @property
+    def anchor(self) -> int:
+        return self.text[-1]
+
+    @property
+    def position(self) -> int:
+        """Of the anchor."""
+        return len(self.text) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,35 +136,41 @@ class Notes:
     shares: Shares = field(default_factory=Shares)  # tokens that were accepted of whom
 
 
-class Drafter(Protocol):
-    """Proposes for the sequences of the slots. Whatever it proposes, the text stays the target's."""
+_ALWAYS = 1 << 20  # steps
 
-    @property
-    def features(self) -> Features: ...
 
-    @property
-    def passes(self) -> float:
-        """Return how many forward passes the draft call makes that is measured; 0: there is no draft."""
-        ...
+class Drafter:
+    """Proposes for the sequences of the slots. Whatever it proposes, the text stays the target's.
+
+    As it stands it proposes nothing: plain decoding.
+    """
+
+    features: Features = Features()
+    passes: float = 0.0  # forward passes of the draft call that is measured; 0: there is no draft
 
     def bind(self, rank: Rank) -> list[CapturedFunction]:
         """Set the sampler's ranking, once; return the draft calls that can be captured as CUDA graphs."""
-        ...
+        return []
 
     def open(self, slot: int, tokens: Sequence[int] = (), saved: SavedRings | None = None) -> None:
         """Start a sequence; it may continue after `tokens`, where its state was saved."""
-        ...
 
     def prefill(self, slot: int, tokens: list[int], features: Tensor | None) -> None:
         """Add prompt tokens; features [n, taps * width] of the last n of them; None: `commit` added them."""
-        ...
+
+    def plain_steps(self, turns: Sequence[Turn]) -> int:
+        """Return for how many steps of these sequences the trees are roots alone, whatever is accepted.
+
+        So many are then decided. On a host they are neither drafted nor observed: a later turn has their
+        tokens. On a device the step before is not read back yet, and the next turns have one row at most.
+        """
+        return _ALWAYS
 
     def draft(self, turns: Sequence[Turn], prompts: Sequence[Piece] = ()) -> None:
         """Plan the next step of some sequences and launch the draft for those where it pays.
 
         prompts: what the step reads of prompts, too.
         """
-        ...
 
     def trees(self, turns: Sequence[Turn], prompts: Sequence[Piece] = ()) -> list[Tree] | SharedTrees:
         """Return a tree for each sequence of the step, at most MAX_ROWS rows in all with those of prompts.
@@ -170,15 +178,7 @@ class Drafter(Protocol):
         Those that were not among the turns of the last `draft` get no draft. The tree of one sequence alone
         may lie on the device. Where several share their rows there, the prompts' are among them.
         """
-        ...
-
-    def plan_root(self, slots: Sequence[int]) -> bool:
-        """Return whether the next trees are roots alone whatever this step of these sequences accepts.
-
-        If so that is decided: their forward may be launched before the read-back, and the next turns then
-        have one row at most.
-        """
-        ...
+        return Tree.roots([turn.anchor for turn in turns])
 
     def commit(self, features: Tensor, paths: Sequence[HostPath] | DevicePaths) -> None:
         """Add the accepted rows of features [R, taps * width].
@@ -186,60 +186,25 @@ class Drafter(Protocol):
         On the device it is part of a captured step, without host/device synchronisation; from the host it
         may wait until a draft call needs them.
         """
-        ...
 
     def observe(self, outcomes: Mapping[int, StepOutcome], prompts: Sequence[int] = ()) -> None:
         """Learn from a step, by slot; each outcome has the times of the whole step."""
-        ...
 
     def rollback(self, slot: int, count: int) -> None:
         """Remove the last `count` rows of the last commit."""
-        ...
 
     def save(self, slot: int) -> SavedRings | None:
         """Return an immutable copy of its state of the sequence."""
-        ...
+        return None
 
     def examine(self, tokens: Sequence[int]) -> str | None:
         """Return what is wrong with a draft, by trying other settings of it on a text; None: nothing."""
-        ...
-
-    def notes(self, slot: int) -> Notes:
-        """Return what is to be said since the end of a slot's text; slot -1: ever."""
-        ...
-
-
-class NoDrafter:
-    """Plain decoding: proposes the root alone."""
-
-    features, passes = Features(), 0
-
-    def bind(self, rank: Rank) -> list[CapturedFunction]:
-        return []
-
-    def open(self, slot: int, tokens: Sequence[int] = (), saved: SavedRings | None = None) -> None: ...
-
-    def prefill(self, slot: int, tokens: list[int], features: Tensor | None) -> None: ...
-
-    def draft(self, turns: Sequence[Turn], prompts: Sequence[Piece] = ()) -> None: ...
-
-    def trees(self, turns: Sequence[Turn], prompts: Sequence[Piece] = ()) -> list[Tree] | SharedTrees:
-        return Tree.roots([turn.anchor for turn in turns])
-
-    def plan_root(self, slots: Sequence[int]) -> bool:
-        return True
-
-    def commit(self, features: Tensor, paths: Sequence[HostPath] | DevicePaths) -> None: ...
-
-    def observe(self, outcomes: Mapping[int, StepOutcome], prompts: Sequence[int] = ()) -> None: ...
-
-    def rollback(self, slot: int, count: int) -> None: ...
-
-    def save(self, slot: int) -> SavedRings | None:
         return None
 
-    def examine(self, tokens: Sequence[int]) -> str | None:
-        return None
-
-    def notes(self, slot: int) -> Notes:
+    def notes(self, slot: int, text: Sequence[int] = ()) -> Notes:
+        """Return what is to be said at the end of a slot's text; slot -1: of all."""
         return Notes()
+
+
+class NoDrafter(Drafter):
+    """Plain decoding."""

@@ -13,10 +13,11 @@ class TextHistory:
     def __init__(self, sizes: Sequence[int], mixes: int):
         """`sizes` of trees that are asked for; `mixes` of drafts that a call may ask."""
         self._estimators = [AcceptanceEstimator(sizes) for _ in range(max(1, mixes))]
-        self._new = True
+        self.begun = False
         self.mix = 0  # in use
         self.waited = 0  # plain steps since the last tree
         self.unchanged = 0  # the same, or since the last outcome or the beginning of the text
+        self.hopeless = 0  # so long, in such steps, no draft call pays
         self.steps = 0
         self.since_draft = 0
 
@@ -24,12 +25,8 @@ class TextHistory:
         """Return the history of a new text."""
         other = copy(self)
         other._estimators = [estimator.fork() for estimator in self._estimators]
-        other._new, other.unchanged, other.steps = True, 0, 0
+        other.begun, other.unchanged, other.steps, other.hopeless = False, 0, 0, 0
         return other
-
-    @property
-    def begun(self) -> bool:
-        return not self._new
 
     @property
     def usual(self) -> UsualAcceptance:
@@ -43,10 +40,10 @@ class TextHistory:
 
     def begin(self) -> None:
         """Begin the text, unless it has begun: no tree has just ended there."""
-        if self._new:
+        if not self.begun:
             for estimator in self._estimators:
                 estimator.step(new_text=True, count=0)
-            self.waited, self._new = WAITS[-1], False
+            self.waited, self.begun = WAITS[-1], True
 
     def begin_steps(self, count: int = 1) -> None:
         for estimator in self._estimators:
@@ -63,11 +60,11 @@ class TextHistory:
         if draft:
             self.since_draft = usual.unasked = 0
         if rows > 1:
-            self.waited = self.unchanged = 0
+            self.waited = self.unchanged = self.hopeless = 0
 
     def observe(
         self, weights: list[float], path: list[int], *, verified: int, waited: int, mix: int = 0
     ) -> None:
         """Learn from a draft call: probabilities of its rows' paths, the accepted rows, the rows verified."""
-        self.unchanged = 0
+        self.unchanged = self.hopeless = 0
         self._estimators[mix].observe(weights, path, verified=verified, waited=waited)

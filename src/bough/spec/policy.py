@@ -1,17 +1,13 @@
 """How many rows the next step verifies: decided by `RowPolicy` before it starts, from what was learnt.
 
-That is what steps cost (`StepCosts`), how many tokens of a draft call are accepted (`TextHistory`),
-how often prompt lookup is right (`LookupAccuracy`), and where a target has several drafts which of them are
-worth their calls (`Mixes`).
-
 Trees are in order of worth, so one accepted path shows what any smaller tree would have accepted. For every
-number of rows the policy compares plans of some plain steps followed by a draft call with its tree, and
-takes the one with the most tokens a second. If none beats plain decoding, the draft is called so seldom
-that the loss stays a small share of the time. The cost of a draft call is spent whatever follows, so its
-tree is verified if that alone pays. Prompt lookup costs nothing to propose: it is used whenever it promises
-to pay.
+number of rows plans of some plain steps and then a draft call with its tree are compared; the one with the
+most tokens a second is taken. If none beats plain decoding, the draft is called so seldom that the loss stays
+a small share of the time; its tree is verified if that alone pays, as the call is spent whatever follows.
+Prompt lookup costs nothing to propose: a copy is used where it promises to pay and may be lost.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -21,9 +17,10 @@ from bough.spec.costs import StepCosts
 from bough.spec.history import TextHistory
 
 EAGER_SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # rows to choose from where steps are not padded
-# There: plain steps from one decision about the draft to the next after the last of WAITS, and steps from one
-# plain one to the next. To decide takes 0.15 ms on a CPU whose caches hold weights, a sixth of a plain step.
-RESTING_INTERVAL, PLAIN_INTERVAL = 16, 32
+# There: plain steps from one decision about the draft to the next after the last of WAITS, the most where a
+# bound says that no call can pay, and steps from one plain one to the next. To decide takes 0.11 ms on a CPU
+# whose caches hold weights, an eighth of a plain step.
+RESTING_INTERVAL, HOPELESS_INTERVAL, PLAIN_INTERVAL = 16, 64, 32
 # Rows are dear where FEW_ROWS cost DEAR plain steps: trees are then hardly larger, and a draft that looks
 # no further costs half (embedded pair, 8 rows: 2.8 tokens a step instead of 3.0 on HumanEval, 4.2 on GSM8K).
 FEW_ROWS, DEAR = 8, 2.0
@@ -122,17 +119,15 @@ PLAIN = Plan(1, False)
 class PlanRates:
     """Tokens a second of the plans that a step can have, as far as costs and estimates tell."""
 
-    def __init__(
-        self, costs: StepCosts, sizes: Sequence[int], history: TextHistory, *, unread: int, passes: float
-    ):
-        """`unread` positions, which a draft call reads by itself, once; `passes` that it makes."""
-        self._history, self._sizes, gap = history, sizes[1:], costs.gap_before
+    def __init__(self, policy: "RowPolicy"):
+        costs, history, unread = policy.costs, policy.history, policy.unread
+        self._history, self._sizes, gap = history, policy.sizes[1:], costs.gap_before
         # Each is asked for once: a look at all costs takes a hundredth of a plain step on a fast CPU.
-        root_s, *self._trees_s = costs.of_sizes(sizes)
+        root_s, *self._trees_s = costs.of_sizes(policy.sizes)
         self.plain_s = root_s + gap("plain")  # of a plain step and what the host does before it
         # Of a draft call, with the positions that wait: what plans leave unread is read again and again.
         backlog = min(history.unchanged, WAITS[-1]) if unread else history.unchanged
-        self._call_s = passes * costs.draft_call(history.mix) + costs.backlog * backlog
+        self._call_s = policy.passes * costs.draft_call(history.mix) + costs.backlog * backlog
         # What it takes once to read what the draft has not seen; the tokens that are still expected.
         self._unread_s = costs.backlog * max(0, unread - WAITS[-1])
         self._horizon = max(HORIZON, history.steps)
@@ -163,19 +158,27 @@ class PlanRates:
 
     def best_lookup(self, best: Plan, speed: float, copied: int, probability: float) -> tuple[Plan, float]:
         """Return the fastest copy of what prompt lookup found, if any beats `speed` tokens a second."""
-        for rows, cost in zip(self._sizes, self._trees_s, strict=True):
-            # 1 + p + p^2 + ...: one for the target's own token after the copied ones.
-            count = min(rows, copied + 1)
-            tokens = (1 - probability**count) / (1 - min(probability, 0.999))
-            rate = tokens / (cost + self._lookup_gap_s)
-            if rate > speed:
+        for rows, steps in self.copies():
+            rate = _copied_tokens(min(rows, copied + 1), probability) / (steps * self.plain_s)
+            if rate > speed and _shortfall(steps, probability) <= self._history.usual.credit:
                 best, speed = Plan(rows, False, lookup=True), rate
         return best, speed
 
-    def may_probe(self, most: float) -> bool:
-        """Return whether a draft call may lose no more than `most` plain steps: a bound."""
-        verified_s = min(self._drafted_s) - (1 + self._most) * self.plain_s
-        return min(self._call_s, verified_s) <= most * self.plain_s
+    def copies(self) -> list[tuple[int, float]]:
+        """Return the rows of copies, and the plain steps that each takes."""
+        costs = zip(self._sizes, self._trees_s, strict=True)
+        return [(rows, (cost + self._lookup_gap_s) / self.plain_s) for rows, cost in costs]
+
+    def hopeless_for(self) -> int:
+        """Return for how many steps no draft call pays, whatever was accepted of others: a bound."""
+        waited, least = self._history.waited, min(self._drafted_s) / self.plain_s
+        if waited + 1 + self._most > MARGIN * (waited + least):
+            return 0
+        return min(HOPELESS_INTERVAL, math.ceil(self.least_loss() / TEXT_SHARE - self._history.steps))
+
+    def least_loss(self) -> float:
+        """Return less plain steps than any draft call may lose."""
+        return min(self._call_s, min(self._drafted_s) - (1 + self._most) * self.plain_s) / self.plain_s
 
     def probe(self) -> tuple[Plan, float]:
         """Return the draft call that loses least, and the plain steps that it may lose."""
@@ -190,6 +193,19 @@ class PlanRates:
     def _drafts(self, expected: list[float]) -> Iterator[tuple[int, float, float]]:
         """Return rows, expected tokens and seconds of a draft call and its tree, for each size."""
         return zip(self._sizes, expected[1:], self._drafted_s, strict=True)
+
+
+def _copied_tokens(rows: int, probability: float) -> float:
+    """Return 1 + p + p^2 + ...: one for the target's own token after the copied ones."""
+    return (1 - probability**rows) / (1 - min(probability, 0.999))
+
+
+def _shortfall(steps: float, probability: float) -> float:
+    """Return how many plain steps a copy that takes `steps` of them loses where it loses."""
+    lost, likely = 0.0, 1 - probability  # that it is right so far, and then wrong
+    for tokens in range(1, math.ceil(steps)):
+        lost, likely = lost + likely * (steps - tokens), likely * probability
+    return lost
 
 
 class RowPolicy:
@@ -210,18 +226,22 @@ class RowPolicy:
         """
         self.costs = costs
         self._drafts = drafts
-        self._sizes = [rows for rows in sizes if rows < max_rows] + [max_rows]
+        self.sizes = [rows for rows in sizes if rows < max_rows] + [max_rows]
         self._adaptive = adaptive
         self._padded = sizes is not EAGER_SIZES
-        self.history = TextHistory(self._sizes, drafts)
-        self.mixes = Mixes(drafts, self._sizes)
+        self.history = TextHistory(self.sizes, drafts)
+        self.mixes = Mixes(drafts, self.sizes)
         self.passes = 1.0  # that the next draft call makes
         self.unread = 0  # positions that the draft reads by itself and has not: of a prompt, mostly
+        # See `PlanRates`; of the last decision, and for how many steps of the text.
+        self._copies: list[tuple[int, float]] = []
+        self._copies_until = 0
 
     def fork(self) -> "RowPolicy":
         """Return the policy of a new text."""
         other = copy(self)
         other.history = self.history.fork()
+        other._copies_until = 0
         other.unread = 0
         return other
 
@@ -233,6 +253,8 @@ class RowPolicy:
         plan = self._decide(copied, probability)
         plan = self._with_mix(plan) if plan.draft and self._drafts > 1 else plan
         self.history.end_steps(rows=plan.rows, draft=plan.draft)
+        if plan.rows == 1:
+            self.settle(1, 1)
         return plan
 
     def _with_mix(self, plan: Plan) -> Plan:
@@ -264,38 +286,57 @@ class RowPolicy:
         return self._next_decision() - self.history.unchanged
 
     def rest_at_first(self) -> int:
-        """Begin the text; return how many of its first steps are plain unless prompt lookup finds something.
-
-        Decided before the first token, since it takes a sixth of a plain step: 3% of an answer of 6 tokens.
-        """
+        """Begin a text, before its first token; return how many steps are plain unless a copy pays."""
         if self._padded or not self._adaptive or self._plain_is_due():
             return 0
         self.history.begin()
         return WAITS[1] if self._decide(0, 0.0) is PLAIN else 0
+
+    def copy_pays(self, copied: int, probability: float) -> bool:
+        """Return whether a copy of what prompt lookup found may pay, by the last decision's costs."""
+        if self.history.steps >= self._copies_until:
+            return True
+        return any(
+            _copied_tokens(min(rows, copied + 1), probability) > MARGIN * steps
+            and _shortfall(steps, probability) <= self.history.usual.credit
+            for rows, steps in self._copies
+        )
 
     def rested(self, steps: int) -> None:
         """Count plain steps that were not planned one by one."""
         self.history.begin_steps(steps)
         self.mixes.step(steps)
         self.history.end_steps(steps)
+        self.settle(steps, steps)
+
+    def settle(self, tokens: int, plain_steps: float) -> None:
+        """Count the tokens of plain steps or of a copy, and the plain steps that take as long.
+
+        A copy may lose a share of all time so far, and what copies have gained.
+        """
+        self.history.usual.credit += tokens - (1 - TEXT_SHARE) * plain_steps
 
     def _decide(self, copied: int, probability: float) -> Plan:
-        largest = self._sizes[-1]
+        largest = self.sizes[-1]
         if not self._adaptive:
             self.history.mix = self.mixes.last
             return Plan(largest, self._drafts > 0, lookup=not self._drafts and copied > 0)
         drafts = self._drafts > 0 and self._draft_is_due()
+        copied = copied if self.copy_pays(copied, probability) else 0
         if self._plain_is_due() or not (drafts or copied):
             return PLAIN
         history = self.history
         history.mix = self.mixes.best(self.costs.of, self.costs.draft_call)
-        rates = PlanRates(self.costs, self._sizes, history, unread=self.unread, passes=self.passes)
+        rates = PlanRates(self)
         best, speed = PLAIN, MARGIN / rates.plain_s
+        if not self._padded:
+            self._copies, self._copies_until = rates.copies(), history.steps + HOPELESS_INTERVAL
         if drafts:
             best, speed = rates.best_draft(best, speed)
+            history.hopeless = history.unchanged + max(rates.hopeless_for(), -history.unchanged)
         if copied:
             best, speed = rates.best_lookup(best, speed, copied, probability)
-        if drafts and best.rows == 1 and rates.may_probe(TEXT_SHARE * history.steps):
+        if drafts and best.rows == 1 and rates.least_loss() <= TEXT_SHARE * history.steps:
             probe, loss = rates.probe()
             if self._pays_to_know(loss):
                 return probe
@@ -308,6 +349,8 @@ class RowPolicy:
     def _next_decision(self) -> int:
         """Return after how many plain steps the draft is next decided about on a CPU."""
         unchanged = self.history.unchanged
+        if unchanged <= self.history.hopeless:
+            return self.history.hopeless
         if unchanged <= WAITS[-1]:
             return next(wait for wait in WAITS if unchanged <= wait)
         return -(-unchanged // RESTING_INTERVAL) * RESTING_INTERVAL

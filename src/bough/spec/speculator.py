@@ -20,6 +20,7 @@ from bough.spec.draft_call import TREE_WORDS, Ask, DraftCall, DraftReport, HostD
 from bough.spec.draft_model import DraftModel, NoDraftModel
 from bough.spec.drafter import (
     DevicePaths,
+    Drafter,
     Features,
     HostPath,
     Notes,
@@ -40,7 +41,7 @@ from bough.state.graphs import CapturedFunction
 CANDIDATES = 24  # of a depth; a tree of 63 nodes rarely needs more
 SPINE = math.log(0.02)  # the likeliest path is in the tree while its probability is at least this
 _FORCED = math.log(0.97)  # text without a choice may still be tokenised in another way
-_RESTED = Plan(1, False)  # of a plain step that was not planned by itself
+_LOOK_EVERY = 4  # plain steps on a host, after which lookup reads their tokens: 20 us on a CPU
 _MOST_UNREAD = 512  # tokens that a draft reads by itself while other texts wait
 _CONSTRAINED = 3  # times as many nodes are built under a constraint, which then prunes them
 
@@ -57,23 +58,12 @@ class _Text:
     report: DraftReport | None = None  # the current step's draft, where it was read on the host
     copied: tuple[list[int], float] = field(default_factory=lambda: ([], 0.0))  # what needs no draft
     position: int = -1  # of the anchor when it was looked up
-    # Of a sequence alone, on a CPU.
+    # Of a sequence alone, on a host.
     resting: int = 0  # steps from now on that are plain unless prompt lookup finds something
-    root: Tree = field(default_factory=lambda: Tree.root(0))  # of such steps, changed in place
-    root_numbers: np.ndarray = field(init=False)
     rested: int = 0  # such steps that the policy has not counted yet
     # In steps of several: in which call the draft was asked, and what it is expected to give.
     expected: list[float] = field(default_factory=list)  # tokens accepted of a draft call, by size
     asked: tuple[int, int] | None = None  # number of the call, index in it
-
-    def __post_init__(self) -> None:
-        self.root_numbers = self.root.packed.numpy()
-
-    def wake(self) -> None:
-        """Let the policy know of steps that it did not plan."""
-        if self.rested:
-            self.policy.rested(self.rested)
-        self.resting = self.rested = 0
 
     def take(self, rows: int) -> None:
         """Note how many rows it had in a step of several texts."""
@@ -81,14 +71,27 @@ class _Text:
         self.plan = replace(self.plan, rows=rows, waited=history.waited)
         history.end_steps(rows=rows, draft=self.plan.draft)
 
-    def add_first(self, turn: Turn) -> bool:
-        """Add a text's first token, which no step brought; return whether lookup finds something now."""
-        return len(self.lookup) == turn.position and self.lookup.append([turn.anchor])
+    def catch_up(self, tokens: Sequence[int]) -> bool:
+        """Look up the text's new tokens; return whether the last ones were there before."""
+        return self.lookup.append(list(tokens[len(self.lookup) :]))
+
+    def rest(self, turn: Turn) -> int:
+        """Return how many of its steps are plain now; 0: the next one is to be planned."""
+        if turn.constraint is not None or not self.resting:
+            return 0
+        found = self.catch_up(turn.text)
+        if found and self.copy_pays():
+            self.resting = 0
+        steps = min(self.resting, 1 if found else _LOOK_EVERY)
+        self.resting, self.rested = self.resting - steps, self.rested + steps
+        return steps
 
     def begin_turn(self, turn: Turn) -> None:
         """Begin a step that is planned: look up what needs no draft."""
-        self.wake()
-        self.add_first(turn)
+        if self.rested:
+            self.policy.rested(self.rested)
+        self.resting = self.rested = 0
+        self.catch_up(turn.text)
         self.position, self.plan = turn.position, PLAIN
         self.asked = self.report = None
         self.copied = ([], 0.0) if turn.max_rows == 1 else self._allowed(turn)
@@ -112,6 +115,11 @@ class _Text:
         """Return what followed the last tokens earlier in the text, and each one's log probability."""
         return self.lookup.propose(self.lessons.depth) if self.copies else ([], 0.0)
 
+    def copy_pays(self) -> bool:
+        """Return whether what the lookup has found may pay."""
+        copied, score = self.looked_up()
+        return bool(copied) and self.policy.copy_pays(len(copied), math.exp(score))
+
     def _allowed(self, turn: Turn) -> tuple[list[int], float]:
         """Return the likeliest continuation that needs no draft and that the constraint allows."""
         copied, score = self.looked_up()
@@ -124,7 +132,7 @@ class _Text:
         return copied[: len(turn.constraint.kept(chain, range(-1, len(copied)))) - 1], score
 
 
-class Speculator:
+class Speculator(Drafter):
     _draft_calls: dict[tuple[int, bool], DraftCall]  # by mix, and whether it compares; set by `bind`
     _call: DraftCall  # the last one called
 
@@ -212,16 +220,15 @@ class Speculator:
         self._texts[slot] = _Text(self._policy, lookup, lessons, self._config.lookup)
         self._draft.begin(slot)
         self._watch.begin(slot)
-        repeats = lookup.append(list(tokens))
+        lookup.append(list(tokens))
         if saved is not None:
             self._draft.restore(slot, saved)
-        if self._on_host and not repeats:
+        if self._on_host:
             self._texts[slot].resting = self._policy.rest_at_first()
 
     def prefill(self, slot: int, tokens: list[int], features: Tensor | None) -> None:
         text = self._texts[slot]
-        if text.lookup.append(tokens):
-            text.resting = 0
+        text.lookup.append(tokens)
         if features is not None:
             self._draft.append(slot, features, skipped=len(tokens) - len(features))
             self._draft.flush(slot)
@@ -264,14 +271,11 @@ class Speculator:
         return [self._texts[turn.slot].tree(turn, count) for turn, count in zip(turns, rows, strict=True)]
 
     def observe(self, outcomes: Mapping[int, StepOutcome], prompts: Sequence[int] = ()) -> None:
-        if self._alone and self._observe_rested(outcomes):
-            return
         reports = cache(lambda: cache(partial(self._call.read, self._call.report())))  # read once, and later
         for slot, outcome in outcomes.items():
             text = self._texts[slot]
             if not self._alone:
                 text.take(outcome.rows)
-            text.lookup.append(outcome.tokens)
             if outcome.rows > 1:
                 copied = [] if self._config.chain and text.plan.draft else text.copied[0]
                 self._watch.observe(slot, outcome.tokens[:-1], copied, drafted=text.plan.draft)
@@ -282,27 +286,11 @@ class Speculator:
         else:
             self._observe_shared_costs(outcomes, prompts)
 
-    def _observe_rested(self, outcomes: Mapping[int, StepOutcome]) -> bool:
-        """Observe a step of one text that was not planned, if it is one."""
-        [(slot, outcome)] = outcomes.items()
-        text = self._texts[slot]
-        if text.plan is not _RESTED:
-            return False
-        left = text.resting
-        if text.lookup.append(outcome.tokens):
-            text.resting = 0
-        if text.resting > 1:
-            return True
-        (_, start), self._observed = self._observed, (slot, self._clock())
-        if not left:  # the step before was the last but one, or planned
-            gap_s = self._observed[1] - start - outcome.verify_cost
-            text.policy.costs.observe_gap("plain", max(gap_s, 0.0))
-        return True
-
-    def notes(self, slot: int) -> Notes:
-        text = self._texts.get(slot)
-        known = self._watch.diagnosis if text is None else None
-        note = self._watch.look_into(text.lookup.tokens) if text is not None and self._has_draft else known
+    def notes(self, slot: int, text: Sequence[int] = ()) -> Notes:
+        note = self._watch.diagnosis
+        if (own := self._texts.get(slot)) is not None:
+            own.catch_up(text)
+            note = self._watch.look_into(own.lookup.tokens) if self._has_draft else None
         return Notes([note] if note else [], self._watch.shares(slot))
 
     def examine(self, tokens: Sequence[int]) -> str | None:
@@ -333,21 +321,19 @@ class Speculator:
 
     # -- Steps of one text: the tree stays on the device
 
-    def plan_root(self, slots: Sequence[int]) -> bool:
-        if len(slots) > 1:
-            return False
-        text = self._texts[slots[0]]
-        text.wake()
+    def plain_steps(self, turns: Sequence[Turn]) -> int:
+        if len(turns) > 1:
+            return 0
+        text = self._texts[turns[0].slot]
+        if self._on_host:
+            return text.rest(turns[0])
+        text.catch_up(turns[0].text)
         copied, score = text.looked_up()
-        return text.policy.plan_root(copied=len(copied), probability=math.exp(score))
+        return int(text.policy.plan_root(copied=len(copied), probability=math.exp(score)))
 
     def _draft_alone(self, turn: Turn) -> None:
         text = self._texts[turn.slot]
-        if text.resting and turn.constraint is None and not text.add_first(turn):
-            text.resting -= 1
-            text.rested += 1
-            text.plan = _RESTED
-            return
+        self._observe_rested(text, turn.slot)
         self._asked = 0
         text.begin_turn(turn)
         copied, score = text.copied
@@ -365,15 +351,12 @@ class Speculator:
             )
             self._lessons.learn()  # while the device is busy
             return
-        waits = copied or text.lessons.watched or text.lessons.compared
+        waits = text.lessons.watched or text.lessons.compared
         if self._on_host and not plan.lookup and turn.constraint is None and not waits:
             text.resting = text.policy.rest()
 
     def _tree_alone(self, turn: Turn) -> Tree:
         text, plan = self._texts[turn.slot], self._texts[turn.slot].plan
-        if plan is _RESTED:
-            text.root_numbers[0, 0] = turn.anchor
-            return text.root
         rows = min(plan.rows, turn.max_rows)
         if plan.lookup:
             return Tree.chain([turn.anchor, *text.copied[0]][:rows])
@@ -383,6 +366,14 @@ class Speculator:
             text.report = report = report.only(allowed)
             return Tree.of(report.tokens[:rows], report.parents[:rows])
         return self._call.tree(rows) if plan.draft and rows > 1 else Tree.root(turn.anchor)
+
+    def _observe_rested(self, text: _Text, slot: int) -> None:
+        """Learn what the host does in a step that is not planned, from those since the last observed one."""
+        before, start = self._observed
+        if text.rested and before == slot:
+            costs, now = text.policy.costs, self._clock()
+            costs.observe_gap("plain", max((now - start) / text.rested - costs.of(1), 0.0))
+            self._observed = slot, now - costs.gap_before("plain")
 
     def _observe_costs(self, text: _Text, slot: int, outcome: StepOutcome) -> None:
         """Learn what a step cost, and what the host did since the one before."""
@@ -396,6 +387,9 @@ class Speculator:
             passes = self._call.passes
             costs.observe_draft((draft_s - backlog_s) / passes, plan.mix, wall_s / passes)
             costs.observe_backlog(backlog_s, positions)
+        if plan.lookup:
+            spent = (draft_s + outcome.verify_cost) / costs.of(1)
+            text.policy.settle(len(outcome.tokens), spent)
         self._observed = slot, self._clock()
         kind = "draft" if plan.draft else "lookup" if outcome.rows > 1 else "plain"
         # On a host the gap before a plain step is that of one that was not planned: planning is half of it.

@@ -22,6 +22,7 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 BYTE_OF = _byte_alphabet()
+SYMBOLS = {byte: symbol for symbol, byte in BYTE_OF.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,10 @@ class WordRule:
             return bytes(map(BYTE_OF.__getitem__, token))
         except KeyError:
             return token.encode()
+
+    def spelled(self, text: bytes) -> str:
+        """Return a text's bytes as tokens have them."""
+        return "".join(map(SYMBOLS.__getitem__, text))
 
     def pre_tokenizer(self) -> PreTokenizer:
         patterns = [r"\p{N}", self.pattern] if self.single_digits else [self.pattern]

@@ -26,6 +26,9 @@ class SentencePieceRule:
     def token_bytes(self, token: str) -> bytes:
         return token.replace(SPACE, " ").encode()
 
+    def spelled(self, text: bytes) -> str:
+        return text.decode(errors="replace").replace(" ", SPACE)
+
 
 def cuts_between_words(tokens: Sequence[str]) -> re.Pattern[str] | None:
     """Return the pattern of the beginnings of words, None if one of the tokens goes on into the next word."""

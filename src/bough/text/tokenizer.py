@@ -217,6 +217,14 @@ class Tokenizer:
             return bytes.fromhex(match[1])
         return token.encode()
 
+    def beginning(self, text: bytes) -> list[int]:
+        """Return the ids of the tokens that a text can begin with."""
+        spelled = self._rule.spelled(text)
+        names = [f"<0x{text[0]:02X}>"] if text else []
+        names += [spelled[:end] for end in range(1, len(spelled) + 1)]
+        ids = [self._ids[name] for name in names if name in self._ids]
+        return [id for id in ids if text.startswith(self.token_bytes(id))]
+
     def id_of(self, token: str) -> int | None:
         """Return the id of the token with this string in the file (byte-level for normal ones), or None."""
         return self._ids.get(token)

@@ -1,7 +1,7 @@
 """What generates the replies of a chat: a session that is loaded here; remote.py has a server."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Union
 
 from bough.cli import report
@@ -67,7 +67,7 @@ class LocalBackend:
 
         values = {name: value for name, value in settings.values.items() if name != "max_tokens"}
         limit = settings.values.get("max_tokens")
-        sampling = replace(self._session.sampling_for(settings.thinking), **(values | {"seed": seed}))
+        sampling = self._session.sampling_for(settings.thinking).changed(values | {"seed": seed})
         request = TextRequest(
             messages=messages,
             max_tokens=None if limit is None else int(limit),
