@@ -19,8 +19,8 @@ import typer
 from bough.cli import aliases
 from bough.cli.command import Command
 from bough.cli.completion import model_names
+from bough.cli.values import count_or_auto, kept, memory, memory_or_none, size
 from bough.cli.values import device as device_name
-from bough.cli.values import kept, memory, memory_or_none, size
 from bough.config import EFFORTS, CompressConfig, EngineConfig
 from bough.errors import UsageError
 
@@ -167,7 +167,7 @@ Draft = Annotated[
     str | None,
     shared_option(
         "Speculation",
-        "What proposes tokens: a draft by path or repository, on a CPU also a small model of the same "
+        "What proposes tokens: a draft by path or repository, also a small model of the same "
         "family; the MTP block in the model's file; prompt lookup alone; nothing. auto: the draft listed for "
         "the model, else its MTP block. With ,mtp after it (auto,mtp) the draft and the block propose in one "
         "tree. Default: BOUGH_DRAFT, else auto.",
@@ -259,10 +259,11 @@ class EngineOptions:
         "Most tokens of an image; larger ones are made smaller.", "N 64..16384", default=DEFAULTS.image_tokens
     )
     vram_limit: VramLimit = None
-    experts_host: int = _engine(
-        "Keep the routed experts of N layers in host memory; a GPU reads some over the bus, more slowly.",
-        "N 0..",
-        default=0,
+    experts_host: int | None = _engine(
+        "Keep the routed experts in host memory, and a cache on the GPU that has all but N of each layer. "
+        "0: all are on the GPU. Default: auto, as many as do not fit.",
+        "auto|N 0..",
+        parser=count_or_auto,
     )
     prefill: Prefill = _engine(
         "Matmuls of prompts. int8: with 8 bits, on a GPU; approximate, and slower on an H200: "

@@ -29,7 +29,7 @@ from bough.memory.device import (
     pick_device,
     unused_gpu,
 )
-from bough.memory.estimate import SMALL_KV, compute_dtype, draft_quant, uses_mtp
+from bough.memory.estimate import compute_dtype, draft_quant, uses_mtp
 from bough.memory.planner import MemoryPlan, plan_memory
 from bough.models.decoder import Decoder, Target
 from bough.models.dflash import DFlashDraft, open_draft
@@ -56,6 +56,7 @@ from bough.session.building import (
     weaver_model,
 )
 from bough.session.compression import Compression, Elsewhere
+from bough.session.expert_uses import ExpertUses, caches_of
 from bough.session.pairing import card_of, with_encoder
 from bough.session.phases import Phases
 from bough.session.pictures import check_pads
@@ -70,7 +71,7 @@ from bough.spec.draft_model import DraftModel
 from bough.spec.drafter import Drafter, NoDrafter
 from bough.spec.mixed import MixedModel
 from bough.spec.mtp import MTPModel
-from bough.spec.small_model import SmallModel
+from bough.spec.small_model import SMALL_KV, SmallModel
 from bough.state.draft_ring import DEFAULT_CONTEXT
 from bough.text.template import ChatTemplate
 from bough.text.tokenizer import Tokenizer
@@ -141,6 +142,7 @@ def _loaded(
             tower = None if config.mmproj is None else _tower(config.mmproj, device, _threads(config, plan))
             cost_file = _cost_file(config, path, plan, target, mtp)
             costs = cost_file.load()
+            uses = ExpertUses(config.costs, path, caches_of(target))
             _empty_cache(device)
             drafter = _drafter(config, file, target, plan, costs, mtp)
             _empty_cache(device)
@@ -157,14 +159,15 @@ def _loaded(
     if device.type == "cuda" and graphs and vectors is None:
         engine.warmup.capture(warming)
         times = engine.warmup.measure_steps()
-        draft_s = (
-            min((each.draft_s for each in times.values()), default=0.0) if drafter.features.taps else 0.0
-        )
-        costs.fill({rows: each.verify_s for rows, each in times.items()}, draft_s)
+        whole_s = min((each.draft_s for each in times.values()), default=0.0)
+        draft_s = whole_s / drafter.passes if drafter.passes else 0.0
+        steps = {rows: each.verify_s + _missing_s(plan, target, rows) for rows, each in times.items()}
+        costs.fill(steps, draft_s)
         phases.end("capturing")
     elif device.type == "cpu" and config.speculation is not None:
         _measure(engine, costs, drafter)
         phases.end("measuring")
+    uses.warm()  # what was captured and measured has used experts as no text does
     session = Session(
         engine,
         tokenizer,
@@ -172,7 +175,7 @@ def _loaded(
         plan,
         recommended=advice,
         break_loops=config.break_loops,
-        save_costs=lambda: cost_file.save(costs),
+        save_costs=lambda: (cost_file.save(costs), uses.save()),
         compression=Compression(config.compress, scorer),
         images=_image_limits(config),
     )
@@ -310,7 +313,7 @@ def _target(
         dtype=compute_dtype(device.type),
         expand=plan.expanded,
         host_embedding=plan.host_embedding,
-        host_experts=config.experts_host,
+        expert_slots=plan.estimate.expert_slots,
         int8_prefill=config.prefill == "int8",
         progress=progress,
     )
@@ -340,7 +343,9 @@ def _cost_file(
     native = f", native, {config.cpu_activations}" if plan.estimate.native else ""
     computing = device_name(target.device, target.threads) + native
     drafts = " + ".join([*([str(config.draft)] if config.draft else ()), *(["mtp"] if mtp else ())])
-    return CostFile(config.costs, f"{computing} / {path.name} / {drafts} / {formats}")
+    slots = plan.estimate.expert_slots
+    cached = "" if slots is None else f" / {slots} experts"
+    return CostFile(config.costs, f"{computing} / {path.name} / {drafts} / {formats}{cached}")
 
 
 def _mtp(config: EngineConfig, file: GGUFFile, target: Target, plan: MemoryPlan) -> MTPModel | None:
@@ -417,11 +422,11 @@ def _small_model(
 ) -> SmallModel:
     """Load a small model: into the native library where the target is, if it can run it."""
     model: Target
-    with open_small_model(path, file, device_type=target.device.type) as (small, spec):
+    with open_small_model(path, file) as (small, spec):
         if isinstance(target, NativeDecoder) and native_gap(small, spec, SMALL_KV) is None:
             model = NativeDecoder.load(small, target.library, mode=INT8)
         else:
-            model = Decoder.load(small, dtype=target.dtype, expand=plan.expanded)
+            model = Decoder.load(small, device=target.device, dtype=target.dtype, expand=plan.expanded)
     return small_model(model, config, target, plan, costs)
 
 
@@ -429,8 +434,17 @@ def _measure(engine: Engine, costs: StepCosts, drafter: Drafter) -> None:
     """Measure on a CPU what earlier runs have not, so that it is not found out on the user's text."""
     if not {1, engine.max_rows} <= costs.step.keys():
         costs.fill({rows: each.verify_cost for rows, each in engine.warmup.measure_steps().items()}, 0.0)
-    if drafter.features.taps and not costs.draft_call():
+    if drafter.passes and not costs.draft_call():
         costs.fill({}, engine.warmup.measure_draft())
+
+
+def _missing_s(plan: MemoryPlan, target: Target, rows: int) -> float:
+    """Return what a step waits for experts that have no place: measured steps repeat, and miss none.
+
+    Too much rather than too little: a step that takes less is believed at once.
+    """
+    missed = plan.estimate.missed_bytes(rows)
+    return missed / caches_of(target).copy_rate() if missed else 0.0
 
 
 def _computing(config: EngineConfig, plan: MemoryPlan, device: torch.device) -> str:

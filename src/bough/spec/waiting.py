@@ -7,6 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bough.spec.tree import Proposal
+
 _BLOCK = 5 << 20  # bytes that wait on a CPU, in memory written before: fresh memory is 5 page faults a step
 
 
@@ -14,6 +16,7 @@ class WaitingFeatures(ABC):
     """The part of a `DraftModel` that adds features to its state, by slot."""
 
     passes = next_passes = 1.0
+    pass_counts = (1,)
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -57,6 +60,9 @@ class WaitingFeatures(ABC):
 
     def unread(self, slot: int, text: Sequence[int]) -> int:
         return 0
+
+    def observe(self, proposal: Proposal) -> None:
+        return  # calibration learns
 
     def flush(self, slot: int, text: Sequence[int] = ()) -> int:
         """Add them to the state; return how many there were."""
