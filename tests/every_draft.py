@@ -48,8 +48,6 @@ PROPOSERS = {
     "first weaver": Proposers("dflash", lookup=False, head="first"),
     "weaver, lookup": Proposers("dflash", head="second"),
 }
-# On a GPU whole models are refused.
-GPU_PROPOSERS = [name for name, each in PROPOSERS.items() if each.draft not in (SMALL, ITSELF)]
 
 
 class EveryDraft:

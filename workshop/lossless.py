@@ -1,6 +1,6 @@
 """Compares the text of every proposer, alone and together, with plain decoding: token for token, on a CPU.
 
-    python -m workshop lossless [--tokens 512] [--pair TARGET-MTP.gguf DRAFT]
+    python -m workshop lossless [--tokens 512] [--prompts 1] [--pair TARGET-MTP.gguf DRAFT]
 
 A tiny random target with an MTP block, and random drafts of every kind; five ways to sample. With --pair also
 a trained target with an MTP block and its draft, of whose trees much is accepted. Prints a JSON line for each
@@ -27,11 +27,12 @@ PROMPT = [72, 101, 108, 108, 111, 32, 119, 111] * 6
 Texts = dict[str, list[int]]
 
 
-def texts_of(engine: Engine, tokens: int) -> tuple[Texts, float]:
-    """Return the text of every sampling, and tokens a step."""
+def texts_of(engine: Engine, tokens: int, prompts: int = 1) -> tuple[Texts, float]:
+    """Return the text of every sampling after each prompt, and tokens a step."""
     found, steps, committed = {}, 0, 0
-    for name, sampling in SAMPLINGS.items():
-        found[name], done = run(engine, Request(PROMPT, tokens, sampling))
+    for number, (name, sampling) in itertools.product(range(prompts), SAMPLINGS.items()):
+        request = Request([*PROMPT, *range(65, 65 + number)], tokens, sampling)
+        found[f"{name} {number}".removesuffix(" 0")], done = run(engine, request)
         steps, committed = steps + done.stats.steps, committed + done.stats.step_tokens
     return found, committed / steps
 
@@ -41,15 +42,15 @@ def compared(plain: Texts, texts: Texts) -> dict[str, Any]:
     return {"tokens": sum(map(len, texts.values())), "texts": len(texts), "differing": differing}
 
 
-def tiny(tokens: int, budget: int, only: Sequence[str]) -> Iterator[dict[str, Any]]:
+def tiny(tokens: int, prompts: int, budget: int, only: Sequence[str]) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="bough-lossless-") as folder:
         target = make_tiny(Path(folder) / "target.gguf", layers=8, mtp=True, context=4096)
         drafts = EveryDraft(target, Path(folder))
-        plain, _ = texts_of(drafts.plain().engine, tokens)
-        for proposers in only:
-            texts, acceptance = texts_of(drafts.session(proposers, budget=budget).engine, tokens)
-            facts = {"proposers": proposers, "acceptance": round(acceptance, 3)}
-            yield {"target": "tiny random qwen35", **facts, **compared(plain, texts)}
+        plain, _ = texts_of(drafts.plain().engine, tokens, prompts)
+        for name in only:
+            texts, acceptance = texts_of(drafts.session(name, budget=budget).engine, tokens, prompts)
+            facts = {"target": "tiny random qwen35", "proposers": name, "acceptance": round(acceptance, 3)}
+            yield {**facts, **compared(plain, texts)}
 
 
 def of_pair(target: Path, draft: Path, tokens: int, budget: int) -> Iterator[dict[str, Any]]:
@@ -74,6 +75,7 @@ def main(
     report: Report,
     *,
     tokens: Annotated[int, "of each text"] = 512,
+    prompts: Annotated[int, "of the tiny target, each in all samplings"] = 1,
     budget: int = 22,
     only: Annotated[Sequence[str], "proposers of the tiny target"] = tuple(PROPOSERS),
     pair: Annotated[Sequence[Path], "a target with an MTP block, and its draft"] = (),
@@ -81,7 +83,7 @@ def main(
     head = {"what": "lossless", "device": "cpu"}
     failed = total = 0
     trained = of_pair(*pair, tokens, budget) if pair else ()
-    for line in itertools.chain(tiny(tokens, budget, only), trained):
+    for line in itertools.chain(tiny(tokens, prompts, budget, only), trained):
         failed, total = failed + len(line["differing"]), total + line["tokens"]
         report.line(**head, **line, seconds=round(report.spent, 1))
     report.failed = failed > 0

@@ -22,6 +22,13 @@ EFFORTS: Mapping[str, int | None] = {
 }
 
 
+# How tokens are sampled: names of requests, of the command line and of the sampler.
+SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class SpecConfig:
     """How draft trees are built. No setting changes the generated text."""

@@ -197,9 +197,7 @@ def test_small_models_that_suit_a_target(bough, hub, tiny_model, tmp_path):
     assert f"none; on a CPU --draft {small_name}" in " ".join(bough("list").stdout.split())
     assert json.loads(bough("show", "me/Large-GGUF", "--json").stdout)["small_models"] == [small_name]
     shown = " ".join(bough("show", "me/Large-GGUF").stdout.split())
-    assert (
-        f"--draft {small_name} on a CPU" in shown and "`bough train` makes for the model is faster" in shown
-    )
+    assert f"--draft {small_name}" in shown and "`bough train` makes for the model is faster" in shown
     answer = bough("run", "me/Large-GGUF", "hello", "--draft", small_name, "--n-gen", "4", "--device", "cpu")
     assert answer.exit_code == 0
 

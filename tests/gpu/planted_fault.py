@@ -191,7 +191,7 @@ def check_of_27b(device: str) -> dict[str, Any]:
 
     shapes = replace(COMMON[0], kv=(("q8_0", "q8_0"),), rows=(1, 8, 16, 24), int8=False, sequences=1)
     placed = torch.device(device, 0)
-    check, begin = SelfCheck(lambda: shapes, placed), time.perf_counter()
+    check, begin = SelfCheck(lambda: [shapes], placed), time.perf_counter()
     with CompileAhead(lambda: None, placed, facts="27B", check=check) as ahead:
         ahead.wait()
         compiled = time.perf_counter()

@@ -9,7 +9,7 @@ from bough.engine.engine import Request
 from bough.engine.events import Done, Tokens
 from bough.engine.sampler import SamplingParams
 from tests.engine.driving import run
-from tests.every_draft import GPU_PROPOSERS, EveryDraft
+from tests.every_draft import PROPOSERS, EveryDraft
 from tests.gpu.inputs import DEVICE
 
 pytestmark = pytest.mark.gpu
@@ -31,7 +31,7 @@ def plain(drafts: EveryDraft) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
-@pytest.mark.parametrize("proposers", GPU_PROPOSERS)
+@pytest.mark.parametrize("proposers", PROPOSERS)
 def test_same_text(drafts: EveryDraft, plain: list[list[int]], proposers: str, adaptive: bool) -> None:
     for graphs in (False, True):
         engine = drafts.session(proposers, budget=22, adaptive=adaptive, graphs=graphs).engine

@@ -12,7 +12,7 @@ from bough.engine.sequence import Request
 from bough.gguf.reader import GGUFFile
 from bough.models.vision import VisionTower
 from tests.engine.driving import run
-from tests.every_draft import GPU_PROPOSERS, EveryDraft
+from tests.every_draft import PROPOSERS, EveryDraft
 from tests.gpu.inputs import DEVICE
 from tests.images.seeing import make_seeing, seeing_request, shown
 from tests.images.tiny_tower import SHAPES, random_weights, vision_settings, write_mmproj
@@ -42,7 +42,7 @@ def plain(drafts: EveryDraft) -> list[list[int]]:
     return [run(engine, request)[0] for request in requests()]
 
 
-@pytest.mark.parametrize("proposers", GPU_PROPOSERS)
+@pytest.mark.parametrize("proposers", PROPOSERS)
 def test_same_text(drafts: EveryDraft, plain: list[list[int]], proposers: str) -> None:
     for graphs in (False, True):
         engine = drafts.session(proposers, budget=22, graphs=graphs).engine

@@ -11,6 +11,7 @@ from bough.kernels.quant_matmul import cuda
 from bough.kernels.quant_matmul.layout import PackedWeight
 from bough.kernels.quant_matmul.rows import PackedRows, empty_rows
 from bough.kernels.quant_matmul.tiling import Tiling
+from bough.kernels.runtime.sources import source
 from tests.kernels.cards import CARDS
 from tests.kernels.emulator import BARRIER, BARRIERS, BODIES, compiled, pointers, with_bodies
 
@@ -66,7 +67,7 @@ def emulated_matmul(x: PackedRows, weight: PackedWeight, folder: Path, *, grid: 
     assert x.grouped and x.bucket is not None
     mma, text = cuda.grouped_source(x.bucket).split("\n// How a warp", 1)
     assert "void group_mma(float* c, const unsigned* a, unsigned b, int more)" in mma
-    text = with_bodies(f"// How a warp{text}", _BODIES | BARRIERS)
+    text = with_bodies(f"{source('runtime', 'pdl.cu')}\n// How a warp{text}", _BODIES | BARRIERS)
     text = re.sub(r'asm volatile\("(createpolicy|fence|cp.async)[^\n]*;\n', "\n", text)
     text = re.sub(r'asm volatile\("griddepcontrol[^"]*"[^)]*\)', "(void)0", text)
     text = text.replace("extern __shared__ __align__(128) u8 ring[];", "u8* ring = shared_memory + 1024;")

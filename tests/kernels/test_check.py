@@ -119,7 +119,8 @@ def test_a_first_start_of_a_catalogue_model_can_launch_its_cases(tmp_path: Path,
     path = write_target(known[0], known[0].shape, tmp_path / "target.gguf")
     plan = gpu_plan(path, config)
     with fake_gpu(), GGUFFile.open(path) as file, DryRun(GPU) as found:
-        cases = cases_of(shapes_of(file, config, plan), GPU)
+        [shapes] = shapes_of(file, config, plan)
+        cases = cases_of(shapes, GPU)
         for case in cases:
             work = case.make()
             work.run(*work.fresh())

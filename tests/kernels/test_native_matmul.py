@@ -9,12 +9,11 @@ from bough.gguf.quantise import quantise
 from bough.gguf.quants import dequantise
 from bough.gguf.types import NATIVE_TYPES, QuantType
 from bough.kernels.hadamard import BlockRotation
-from bough.kernels.native import INT8, INT16, argmax_rows, has_kind, packed_bytes, rank_rows
+from bough.kernels.native import INT8, INT16, WeightMemory, argmax_rows, has_kind, packed_bytes, rank_rows
 from bough.kernels.native.library import parsed_flags, usable_variants
-from bough.kernels.native.memory import WeightMemory
 from bough.kernels.sampling import SamplingState, rank
 from bough.kernels.sampling import rank_rows as rank_state_rows
-from bough.kernels.sampling.state import NoiseCache, RowOwners
+from bough.kernels.sampling.state import NoiseCache, RowOwners, SampledRows
 from tests.kernels.native_library import needs_native, opened, variants
 
 pytestmark = needs_native
@@ -195,7 +194,8 @@ def test_ranks_are_those_of_the_reference(columns: int) -> None:
     torch.testing.assert_close(found[1], scores, rtol=1e-5, atol=1e-5)
     state = SamplingState.empty(9, columns, "cpu")
     anchor, owners = torch.zeros(1, dtype=torch.int64), RowOwners.one(0, 9, "cpu")
-    through = rank_state_rows(x, torch.arange(9), anchor, owners, count, state, NoiseCache())
+    rows = SampledRows(x, torch.arange(9), anchor, owners)
+    through = rank_state_rows(rows, count, state, NoiseCache())
     assert torch.equal(through[0], found[0]) and torch.equal(through[1], found[1])
     x[3, 1] = torch.nan
     assert rank_rows(x, count) is None and rank_rows(x, columns + 1) is None

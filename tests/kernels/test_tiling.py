@@ -55,6 +55,7 @@ def test_the_variants_of_every_card(name: str) -> None:
                 "TOKENS": bucket,
                 "STAGES": depth,
                 "BULK": int(bulk),
+                "OVERLAP": int(bulk),
                 "HALFWAY": int(depth >= 3),
                 "TABLE": int(bool(layout.table)),
             }

@@ -276,8 +276,8 @@ def test_the_mtp_block_in_another_basis(tiny_model: Callable[..., Path], tmp_pat
         slots, ids = torch.tensor([0]), torch.arange(60, 72)
         hidden = torch.randn(1, 12, 128, generator=torch.Generator().manual_seed(0))
         block.append(torch.cat([target.embed(ids)[None], hidden], -1), slots, buffers)
-        x = block.fuse(target.embed(ids[:1])[None], buffers.newest.last(slots))
-        rows, _ = block.step(x, None, slots, buffers)
+        x = block.fuse(target.embed(ids[:1]), buffers.newest.last(slots)[:, 0])
+        rows, _ = block.step(x, torch.tensor([0]), block.nothing(1), slots, buffers)
         outputs.append(torch.cat([rows.flatten(), target.draft_logits(rows).flatten()]).double())
     assert error(*outputs) < CLOSE
 

@@ -20,7 +20,7 @@ from bough.config import ServerConfig
 from bough.server.listen import bind
 from bough.server.models import ServedModel
 from bough.server.run import serve
-from bough.session.requests import Text
+from bough.session.events import Text
 from tests.server.scripted import ScriptedSession
 
 stuck = threading.Event()

@@ -22,7 +22,10 @@ from bough.kernels.runtime.dry_run import DryRun, Launch, Tiles, current
 from bough.kernels.slot_mapping import triton_kernels as slot_mapping
 from bough.models.decoder import Decoder
 from bough.models.measure import MeasuringLoader
+from bough.models.spec import ModelSpec
 from bough.models.step import ImageRows, Step
+from bough.session.building import small_model
+from bough.spec.costs import StepCosts
 from bough.state.sequences import CacheConfig, SequenceStates
 from tests.every_draft import EveryDraft
 from tests.gpu.texts import embedded_pair
@@ -174,6 +177,25 @@ def test_a_head_over_a_draft(tiny_model: Callable[..., Path], tmp_path: Path) ->
                 each.name for each in launches - alone
             }
             assert "_ring_kernel" not in {each.name for each in alone - launches}
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen35"])
+def test_a_small_model(tiny_model: Callable[..., Path], tmp_path: Path, family: str) -> None:
+    """Its calls, and pieces of a text of any length."""
+    target, small = tiny_model(mtp=True), tiny_model(family)
+    draft = DraftConfig(small)
+    speculation = SpecConfig(adaptive=False, mtp="off")
+    config = EngineConfig("cuda", max_ctx=2048, draft=draft, speculation=speculation, parallel=2)
+    found = set(dry_run(target, config).launches)
+    plan = gpu_plan(target, config)
+    with fake_gpu(), GGUFFile.open(small) as file, DryRun(GPU) as used:
+        decoder = Decoder(ModelSpec.from_gguf(file), MeasuringLoader(file, tiles=True), GPU)
+        model = small_model(decoder, config, decoder, plan, StepCosts())
+        for length in (17, 33, 63, 64, 65, 129, 500, 900):
+            model.begin(0)
+            model.flush(0, [1] * length)
+    assert {"_chunk_attention_kernel"} <= {each.name for each in used.launches}
+    assert set(used.launches) <= found
 
 
 def test_every_mix_of_drafts(tiny_model: Callable[..., Path], tmp_path: Path) -> None:

@@ -12,13 +12,13 @@ from bough.errors import UnsupportedModel
 from bough.gguf.reader import GGUFFile
 from bough.models import mtp
 from bough.models.decoder import Decoder
-from bough.models.mtp import DraftPaths, MTPBlock, MTPBuffers
+from bough.models.mtp import KeyValue, MTPBlock, MTPBuffers
 from bough.models.newest import NewestHidden
 from bough.models.spec import has_mtp
 from bough.models.step import Step
 from bough.spec import mtp as proposer
 from bough.spec.calibration import Calibration
-from bough.spec.mtp import BEAMS, CHILDREN, STEPS, MTPModel
+from bough.spec.mtp import BEAMS, STEPS, MTPModel
 from bough.spec.tree import Proposal
 from bough.state.draft_ring import mtp_buffers
 from bough.state.sequences import SequenceStates
@@ -156,6 +156,16 @@ def later_positions(x: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
     return ANGLES(x + (x.shape[1] == 1), frequencies)
 
 
+def with_the_first_path(block: MTPBlock, x: Tensor, depths: Tensor, above: KeyValue, *rest) -> tuple:
+    first = (above[0][:1].expand_as(above[0]), above[1][:1].expand_as(above[1]))
+    return STEP(block, x, depths, first, *rest)
+
+
+def with_the_first_state(block: MTPBlock, embeddings: Tensor, hidden: Tensor) -> Tensor:
+    drafted = hidden.shape[1] == BEAMS
+    return FUSE(block, embeddings, hidden[:, :1].expand_as(hidden) if drafted else hidden)
+
+
 def begin_at_zero(model: MTPModel, slot: int) -> None:
     model._buffers.ring.lengths.zero_()
     model._waiting[slot] = []
@@ -168,7 +178,13 @@ BUGS = {
     "the hidden state of the token itself": (MTPBlock, "commit", hidden_of_the_token_itself),
     "drafted rows are not seen": (mtp, "block_attention", blind_to_drafts),
     "drafted rows are one position off": (mtp, "rope_angles", later_positions),
-    "paths are not those of the beams": (DraftPaths, "select", lambda paths, rows: paths.select_none(rows)),
+    "paths are not those of the nodes": (MTPBlock, "step", with_the_first_path),
+    "nodes at d, not d + 1": (
+        MTPBlock,
+        "step",
+        lambda block, x, depths, *rest: STEP(block, x, (depths - 1).clamp(min=0), *rest),
+    ),
+    "the hidden state of another node": (MTPBlock, "fuse", with_the_first_state),
     "the first position is seen": (MTPModel, "begin", begin_at_zero),
     "another layer is tapped": (MTPBlock, "taps", property(lambda block: (-1, len(block.spec.layers) - 2))),
 }
@@ -177,14 +193,6 @@ NORMS = ["_final_norm", "_embedding_norm", "_hidden_norm", "_norm", "_query_norm
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bugs_are_caught(case: Case, bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        DraftPaths,
-        "select_none",
-        lambda paths, rows: DraftPaths(
-            paths.keys.expand(len(rows), -1, -1, -1), paths.values.expand(len(rows), -1, -1, -1)
-        ),
-        raising=False,
-    )
     monkeypatch.setattr(*BUGS[bug])
     assert error_of(case, length=12, pieces=1) > 1e-4
 
@@ -211,23 +219,22 @@ def test_the_proposal(case: Case) -> None:
 
     proposal = model.candidates(torch.tensor([5]), SLOT, rank, COUNT).one(0)
     # The anchor is at position 20.
-    assert asked == [[21], *([21 + depth] * BEAMS for depth in range(1, STEPS))]
+    assert asked[0] == [21] and [len(positions) for positions in asked] == [1] + (STEPS - 1) * [BEAMS]
+    for number, positions in enumerate(asked):
+        assert positions[0] == 21 + number and max(positions) <= 21 + number  # the best child first
     assert proposal.depth == model.depth == 15 and proposal.ids.shape == (15, COUNT)
-    assert len(proposal.chains) == (STEPS - 2) * BEAMS * (CHILDREN - 1) + BEAMS * CHILDREN <= 29
-    paths = [tuple(chain[: chain.index(-1)]) for chain in proposal.chains.tolist()]
-    assert len(set(paths)) == len(paths) and {len(path) for path in paths} == set(range(2, STEPS + 1))
-    firsts = proposal.ids[0, :BEAMS].tolist()
-    assert {path[0] for path in paths} <= set(firsts)
+    paths = [tuple(chain[: chain.index(-1)]) for chain in proposal.chains.tolist() if chain[0] >= 0]
+    assert len(set(paths)) == len(paths) > 10 and {len(path) for path in paths} == set(range(2, STEPS + 1))
     # The candidates that are learnt from follow the path that they say.
     given = proposal.given.tolist()
     assert given[0] == [-1] * 15 and given[STEPS][0] == -2
     for depth in range(1, STEPS):
-        path = tuple(given[depth][:depth])
-        assert any(chain[:depth] == path for chain in paths)
-        assert proposal.ids[depth, :CHILDREN].tolist() != [-1] * CHILDREN
+        assert given[depth][:depth] == proposal.ids[:depth, 0].tolist()
+        assert (proposal.ids[depth] >= 0).all()
     chain = model.candidates(torch.tensor([5]), SLOT, rank, 1).one(0)
-    assert chain.ids.shape == (15, 1) and len(chain.chains) == 1
-    assert chain.chains[0, 0] == proposal.ids[0, 0]
+    assert chain.ids.shape == (15, 1)
+    best = [tuple(path[: path.index(-1)]) for path in chain.chains.tolist() if path[0] >= 0]
+    assert best == [tuple(proposal.ids[:STEPS, 0].tolist())]
 
 
 def same(first: MTPModel, second: MTPModel) -> bool:

@@ -34,6 +34,7 @@ class ScriptedDraft:
     context_length = 0
     depth = 15
     passes = next_passes = 1.0
+    pass_counts = (1,)
 
     def __init__(self, text: list[int], right: float, claim: float = 0.7, candidates: int = 4):
         self.text, self.right, self.claim = text, right, claim
@@ -48,6 +49,8 @@ class ScriptedDraft:
 
     def unread(self, slot: int, text) -> int:
         return 0
+
+    def observe(self, proposal: Proposal) -> None: ...
 
     def append(self, slot: int, features: torch.Tensor, *, skipped: int = 0) -> None:
         self._length += len(features)

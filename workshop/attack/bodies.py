@@ -6,6 +6,7 @@ from typing import Any
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 HELLO = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
+FORMATS = "date-time email uri ipv6 uuid hostname duration json-pointer"
 Body = dict[str, Any]
 Attack = tuple[str, Callable[[], Body]]  # path, body
 
@@ -172,16 +173,7 @@ def schemas() -> dict[str, Callable[[], Any]]:
             "anyOf": [
                 {"type": "string", "format": name, "minLength": i}
                 for i in range(50)
-                for name in (
-                    "date-time",
-                    "email",
-                    "uri",
-                    "ipv6",
-                    "uuid",
-                    "hostname",
-                    "duration",
-                    "json-pointer",
-                )
+                for name in FORMATS.split()
             ]
         },
         "look-ahead": lambda: {"type": "string", "pattern": "^(?=.*a)(?!.*b)(.)\\1{1,100}$"},

@@ -27,18 +27,11 @@ CHAT = "/v1/chat/completions"
 POOLS = 21  # threads that check requests; they stay
 WORDS = ("adds", "sorts a list", "counts words", "reverses a text", "finds primes", "writes a file")
 TOOL = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 9}}, "required": ["city"]}
-VOLATILE = {
-    "id",
-    "created",
-    "created_at",
-    "usage",
-    "timings",
-    "system_fingerprint",
-    "completed_at",
-    "item_id",
-}
-VOLATILE |= {"call_id", "bough", "total_duration", "load_duration", "prompt_eval_duration", "eval_duration"}
-VOLATILE |= {"prompt_eval_count", "obfuscation", "response", "sequence_number"}
+_VOLATILE = """
+id created created_at usage timings system_fingerprint completed_at item_id call_id bough total_duration
+load_duration prompt_eval_duration eval_duration prompt_eval_count obfuscation response sequence_number
+"""
+VOLATILE = set(_VOLATILE.split())
 
 
 def requests() -> list[tuple[str, dict[str, Any]]]:

@@ -12,21 +12,8 @@ from typing import Any
 from workshop.training.wordlists import pick, pick_several
 
 TEMPLATES = Path(__file__).parent / "templates" / "stories"
-SPELLED = (
-    "zero",
-    "one",
-    "two",
-    "three",
-    "four",
-    "five",
-    "six",
-    "seven",
-    "eight",
-    "nine",
-    "ten",
-    "eleven",
-    "twelve",
-)
+_SPELLED = "zero one two three four five six seven eight nine ten eleven twelve"
+SPELLED = tuple(_SPELLED.split())
 PRONOUNS = {"female": ("she", "her", "her"), "male": ("he", "his", "him")}
 MAX_TRIES = 200
 

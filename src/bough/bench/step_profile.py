@@ -5,35 +5,18 @@ from dataclasses import dataclass
 
 # Kernels by name, of every backend, in groups; any other kernel is in the group "rest". The groups' names are
 # the keys of the JSON result.
-GROUPS = {
-    "matmul": (
-        "matmul",
-        "pack_rows",
-        "_matmul_kernel",
-        "_add_kernel",
-        "_pack_rows_kernel",
-        "_transform_kernel",
-    ),
-    "delta net": (
-        "tree_delta",
-        "tree_conv",
-        "_tree_kernel",
-        "_conv_kernel",
-        "_index_kernel",
-        "_order_kernel",
-    ),
-    "attention": ("tree_attention", "_paged_kernel", "_merge_kernel", "_cache_kernel", "_head_kernel"),
-    "norms": (
-        *("rows", "_norm_kernel", "_gated_norm_kernel", "_gated_norm_rows_kernel"),
-        *("_silu_rows_kernel", "_silu_mul_kernel"),
-    ),
-    "sampling": (
-        *("adjust_kernel", "histogram_kernel", "gather_kernel", "rank_kernel", "noise_kernel"),
-        *("accept_path_kernel", "_commit_kernel", "_move_kernel"),
-    ),
-    "experts": ("experts", "_router_kernel", "_route_kernel", "_group_kernel", "_combine_kernel"),
-    "draft": ("_ring_kernel", "best_tree_kernel", "shortlist_kernel"),
+_KERNELS = {
+    "matmul": "matmul pack_rows _matmul_kernel _add_kernel _pack_rows_kernel _transform_kernel",
+    "delta net": "tree_delta tree_conv _tree_kernel _conv_kernel _index_kernel _order_kernel",
+    "attention": "tree_attention _paged_kernel _merge_kernel _cache_kernel _head_kernel",
+    "norms": "rows _norm_kernel _gated_norm_kernel _gated_norm_rows_kernel _silu_rows_kernel "
+    "_silu_mul_kernel",
+    "sampling": "adjust_kernel histogram_kernel gather_kernel rank_kernel noise_kernel accept_path_kernel "
+    "_commit_kernel _move_kernel",
+    "experts": "experts _router_kernel _route_kernel _group_kernel _combine_kernel",
+    "draft": "_ring_kernel best_tree_kernel shortlist_kernel",
 }
+GROUPS = {group: tuple(names.split()) for group, names in _KERNELS.items()}
 # Column headings of the groups, in order.
 LABELS = {
     "matmul": "matmul",

@@ -10,25 +10,18 @@ COMPRESS = {
     "--prefill-keep-ratio": "--compress-to",
     "--prefill-drafter": "--compress-scorer",
 }
-# Of llama.cpp, Ollama and vLLM, and those above.
-OPTIONS = {
-    "-c": "--max-ctx",
-    "--ctx-size": "--max-ctx",
-    "--num-ctx": "--max-ctx",
-    "--max-model-len": "--max-ctx",
-    "--temp": "--temperature",
-    "--max-tokens": "--n-gen",
-    "--predict": "--n-gen",
-    "--n-predict": "--n-gen",
-    "--num-predict": "--n-gen",
-    "--repeat-penalty": "--repetition-penalty",
-    "--system-prompt": "--system",
-    "-sys": "--system",
-    "--thinking": "--think",
-    "--no-thinking": "--no-think",
-    "--alias": "--served-model-name",
-    **COMPRESS,
+# Of llama.cpp, Ollama and vLLM, by ours.
+_OTHERS = {
+    "--max-ctx": "-c --ctx-size --num-ctx --max-model-len",
+    "--temperature": "--temp",
+    "--n-gen": "--max-tokens --predict --n-predict --num-predict",
+    "--repetition-penalty": "--repeat-penalty",
+    "--system": "--system-prompt -sys",
+    "--think": "--thinking",
+    "--no-think": "--no-thinking",
+    "--served-model-name": "--alias",
 }
+OPTIONS = {other: ours for ours, others in _OTHERS.items() for other in others.split()} | COMPRESS
 # Of Luce DFlash.
 SWITCHES = {
     "--kv-f16": "--kv=f16",

@@ -167,7 +167,7 @@ Draft = Annotated[
     str | None,
     shared_option(
         "Speculation",
-        "What proposes tokens: a draft by path or repository, on a CPU also a small model of the same "
+        "What proposes tokens: a draft by path or repository, also a small model of the same "
         "family; the MTP block in the model's file; prompt lookup alone; nothing. auto: the draft listed for "
         "the model, else its MTP block. With ,mtp after it (auto,mtp) the draft and the block propose in one "
         "tree. Default: BOUGH_DRAFT, else auto.",

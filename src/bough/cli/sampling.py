@@ -6,6 +6,7 @@ from typing import Any
 from bough.cli import view
 from bough.cli.options import Seed, panel
 from bough.cli.values import bias, unescape
+from bough.config import SAMPLING
 from bough.errors import UsageError
 
 _sampling = panel("Sampling")
@@ -13,20 +14,7 @@ _sampling = panel("Sampling")
 NO_LIMIT = -1  # of llama.cpp and others
 HOT = 2.0  # the largest temperature that the APIs of others allow
 # What --greedy sets over the recommended values.
-GREEDY = {
-    "temperature": 0.0,
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-}
-# Options that are fields of SamplingParams under the same name.
-FILTERS_AND_PENALTIES = (
-    *("temperature", "top_p", "top_k", "min_p"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
-)
+GREEDY = dict(zip(SAMPLING, (0.0, 1.0, 0, 0.0, 1.0, 0.0, 0.0), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +78,7 @@ class SamplingOptions:
 
     def given(self) -> dict[str, Any]:
         """Return the sampling parameters that were given, by name."""
-        values = {name: getattr(self, name) for name in FILTERS_AND_PENALTIES}
+        values = {name: getattr(self, name) for name in SAMPLING}
         values |= {"seed": self.seed, "logit_bias": bias(self.logit_bias or []) or None}
         changed = {name: value for name, value in values.items() if value is not None}
         return (GREEDY if self.greedy else {}) | changed

@@ -27,9 +27,9 @@ from bough.cli.options import (
     panel,
     shared,
 )
-from bough.cli.sampling import FILTERS_AND_PENALTIES, SamplingOptions
+from bough.cli.sampling import SamplingOptions
 from bough.cli.values import byte_count, size
-from bough.config import Replicas, ServerConfig, environment, set_ray_environment
+from bough.config import SAMPLING, Replicas, ServerConfig, environment, set_ray_environment
 from bough.errors import UsageError
 from bough.server.listen import bind, check
 
@@ -143,7 +143,7 @@ class StartOptions:
 
 
 # For requests that do not say.
-ServedSamplingOptions = Annotated[SamplingOptions, Only(("n_gen", "greedy", *FILTERS_AND_PENALTIES))]
+ServedSamplingOptions = Annotated[SamplingOptions, Only(("n_gen", "greedy", *SAMPLING))]
 
 
 @grouped

@@ -467,7 +467,7 @@ def _speculation_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         rows = [("draft", "none listed: only prompt lookup proposes tokens; --draft names one")]
         if facts["small_models"]:
             rows += [
-                ("small models", f"--draft {facts['small_models'][0]} on a CPU"),
+                ("small models", f"--draft {facts['small_models'][0]}"),
                 *(("", name) for name in facts["small_models"][1:]),
                 ("", "a draft that `bough train` makes for the model is faster"),
             ]

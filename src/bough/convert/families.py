@@ -30,34 +30,20 @@ class ModelFamily:
 
 _QWEN35 = ModelFamily("qwen35", hybrid=True, head_norms=True)
 _QWEN35_MOE = ModelFamily("qwen35moe", hybrid=True, experts=True, shared_expert=True, head_norms=True)
-_QWEN3_MOE = ModelFamily("qwen3moe", experts=True, head_norms=True)
-_QWEN3 = ModelFamily("qwen3", head_norms=True)
-_QWEN2 = ModelFamily("qwen2", qkv_biases=True)
 _LLAMA = ModelFamily("llama", interleaved_rope=True)
 _MUSE = ModelFamily("muse-glimmer", interleaved_rope=True, sliding=True)
-_BY_CLASS = {
-    "Qwen3_5ForCausalLM": _QWEN35,
-    "Qwen3_5ForConditionalGeneration": _QWEN35,
-    "Qwen3_5MoeForCausalLM": _QWEN35_MOE,
-    "Qwen3_5MoeForConditionalGeneration": _QWEN35_MOE,
-    "Qwen3ForCausalLM": _QWEN3,
-    "Qwen3MoeForCausalLM": _QWEN3_MOE,
-    "Qwen2ForCausalLM": _QWEN2,
-    "LlamaForCausalLM": _LLAMA,
-    "MuseGlimmerForConditionalGeneration": _MUSE,
-}
-_BY_TYPE = {
-    "qwen3_5": _QWEN35,
-    "qwen3_5_text": _QWEN35,
-    "qwen3_5_moe": _QWEN35_MOE,
-    "qwen3_5_moe_text": _QWEN35_MOE,
-    "qwen3": _QWEN3,
-    "qwen3_moe": _QWEN3_MOE,
-    "qwen2": _QWEN2,
-    "llama": _LLAMA,
-    "muse_glimmer": _MUSE,
-    "muse_glimmer_text": _MUSE,
-}
+# With the classes and the model types that configurations name.
+_FAMILIES = (
+    (_QWEN35, "Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration", "qwen3_5 qwen3_5_text"),
+    (_QWEN35_MOE, "Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe qwen3_5_moe_text"),
+    (ModelFamily("qwen3", head_norms=True), "Qwen3ForCausalLM", "qwen3"),
+    (ModelFamily("qwen3moe", experts=True, head_norms=True), "Qwen3MoeForCausalLM", "qwen3_moe"),
+    (ModelFamily("qwen2", qkv_biases=True), "Qwen2ForCausalLM", "qwen2"),
+    (_LLAMA, "LlamaForCausalLM", "llama"),
+    (_MUSE, "MuseGlimmerForConditionalGeneration", "muse_glimmer muse_glimmer_text"),
+)
+_BY_CLASS = {name: family for family, classes, _ in _FAMILIES for name in classes.split()}
+_BY_TYPE = {name: family for family, _, types in _FAMILIES for name in types.split()}
 
 
 @dataclass(frozen=True, slots=True)

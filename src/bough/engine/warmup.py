@@ -55,9 +55,10 @@ class Warmup:
 
     @torch.inference_mode()
     def measure_draft(self) -> float:
-        """Return the seconds of a draft call, at best of two."""
+        """Return the seconds of a forward pass of a draft call, at best of two."""
         with self._fresh_slot() as slot:
-            return min(self._runner.measured(slot, 1, draft=True).draft_cost for _ in range(2))
+            runs = (self._runner.measured(slot, 1, draft=True) for _ in range(2))
+            return min(run.draft_cost / self._drafter.passes for run in runs)
 
     @torch.inference_mode()
     def rehearse(self) -> None:

@@ -14,7 +14,6 @@ from bough.config import DraftConfig, EngineConfig
 from bough.gguf.reader import GGUFFile
 from bough.gguf.types import QuantType
 from bough.kernels.attention.records import SPLITS
-from bough.kernels.kv_cache.format import FORMATS
 from bough.kernels.quant_matmul import BUCKETS
 from bough.kernels.sampling import make_workspace
 from bough.kernels.sampling.state import SamplingState
@@ -35,7 +34,7 @@ from bough.models.weaver import WeaverHead
 from bough.models.weaver_spec import WeaverFile
 from bough.models.weights import TensorSource
 from bough.spec.mtp import BEAMS, STEPS
-from bough.spec.small_model import SMALL_ROWS
+from bough.spec.small_model import SMALL_BEAMS, SMALL_KV, SMALL_PIECE, SMALL_ROWS, small_states
 from bough.spec.weaver import CANDIDATES, WIDTH
 from bough.state.draft_ring import draft_buffers, mtp_buffers
 from bough.state.sequences import PAGE, SequenceStates
@@ -54,8 +53,6 @@ _SPLIT_K_BYTES = 4 * _SPLIT_K_BLOCKS * 128 * 64 * 4  # partial sums of four laun
 _MIN_CHUNK = 512  # tokens; prefill chunks are halved down to this where memory is short
 _DRAFT_QUANTS = {"q8_0": QuantType.Q8_0, "q4_k": QuantType.Q4_K, "none": None}
 _CPU = torch.device("cpu")
-# Of a small model's KV cache: its numbers never reach the text.
-SMALL_KV = (FORMATS["f16"], FORMATS["f16"])
 CPU_CHUNK = 512  # a larger chunk is no faster on a CPU, and reports progress less often
 # Tokens of a chunk on a GPU. Weights are dequantised once a chunk: 19 ms for a 27B on an H200, of 420.
 GPU_CHUNK = 4096
@@ -181,7 +178,9 @@ def estimate_memory(
     widened = {type.name: size for type, size in loader.widened.items()}
     prefill = {
         # An image is encoded before the first layer of its chunk.
-        chunk: max(encoding, prefill_bytes(spec, chunk, draft.taps, int8=config.prefill == "int8"))
+        chunk: max(
+            encoding, draft.prefill, prefill_bytes(spec, chunk, draft.taps, int8=config.prefill == "int8")
+        )
         if on_gpu
         else encoding
         for chunk in _chunk_sizes(config, device_type)
@@ -218,11 +217,13 @@ class _DraftNeed:
     parts: Mapping[str, int]
     taps: int = 0
     values: int = 0  # of a captured draft call, each of 4 bytes
+    prefill: int = 0  # bytes of the workspace in which it reads a text by itself
 
     def __add__(self, other: "_DraftNeed") -> "_DraftNeed":
         names = {**self.parts, **other.parts}
         parts = {name: self.parts.get(name, 0) + other.parts.get(name, 0) for name in names}
-        return _DraftNeed(parts, self.taps + other.taps, self.values + other.values)
+        prefill = max(self.prefill, other.prefill)
+        return _DraftNeed(parts, self.taps + other.taps, self.values + other.values, prefill)
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,16 +275,18 @@ def _mtp_need(file: GGUFFile, spec: ModelSpec, place: _Place) -> _DraftNeed:
 
 def _small_need(target: GGUFFile, draft: DraftConfig, place: _Place) -> _DraftNeed:
     """Return the need of a small model: its weights, the KV cache of one text, and its states."""
-    with open_small_model(draft.path, target, device_type=place.device_type) as (file, spec):
+    with open_small_model(draft.path, target) as (file, spec):
         if place.native and native_gap(file, spec, SMALL_KV) is None:
             weights = packed_model_bytes(file, spec)
         else:
-            loader = MeasuringLoader(file, tiles=False, expand=place.expand)
-            weights = held_bytes(Decoder(spec, loader, _CPU))
-        context = min(place.max_ctx, spec.context_length, draft.context or spec.context_length)
-        states = _state_bytes(spec, SMALL_ROWS, place.slots, torch.float32)
-        kv = context * kv_bytes_per_token(spec, SMALL_KV)
-    return _DraftNeed({"draft": weights, "draft context": kv + sum(states.values())})
+            weights = held_bytes(Decoder(spec, place.loader(file), _CPU))
+    options = {"max_ctx": place.max_ctx, "texts": place.slots, "dtype": place.dtype}
+    states = small_states(spec, draft, **options, device=META if place.tiles else _CPU)
+    kv = 0 if place.tiles else states.max_ctx * kv_bytes_per_token(spec, SMALL_KV)  # of one text, as it grows
+    state = kv + held_bytes(states.buffers) + 4 * len(states.lengths) * spec.width
+    values = 2 * SMALL_BEAMS * spec.vocab_size + _forward_values(spec, SMALL_ROWS) if place.tiles else 0
+    prefill = prefill_bytes(spec, SMALL_PIECE) if place.tiles else 0
+    return _DraftNeed({"draft": weights, "draft context": state}, values=values, prefill=prefill)
 
 
 def _block_draft_need(spec: ModelSpec, draft: DraftConfig, place: _Place) -> _DraftNeed:
@@ -342,14 +345,18 @@ def _state_bytes(spec: ModelSpec, rows: int, sequences: int, input_dtype: torch.
 def _step_bytes(spec: ModelSpec, rows: int, draft: _DraftNeed, sequences: int) -> int:
     """Return the bytes of captured steps: each size has its own logits and features and shares the rest."""
     outputs = sum(size for size in SIZES if size <= rows) * (spec.vocab_size + draft.taps * spec.width)
+    return 4 * (outputs + max(_forward_values(spec, rows), sequences * draft.values))
+
+
+def _forward_values(spec: ModelSpec, rows: int) -> int:
+    """Return how many values a forward pass over trees has at a time, without what it returns."""
     inner = max(spec.feed_forward, spec.experts.shared_width if spec.experts else 0)
     channels = spec.delta.channels + spec.delta.inner if spec.delta else 0
     heads = (2 * spec.heads + 2 * spec.kv_heads) * spec.head_dim
     padded = max(rows, BUCKETS[0])  # as the matmul kernels pad them
     activations = padded * (8 * spec.width + 4 * inner + 3 * max(channels, heads) + 2 * _SPLIT_K_BLOCKS * 128)
     activations += rows * _expert_bytes(spec) // 4
-    activations += _attention_values(rows, spec.heads, spec.kv_heads, spec.head_dim)
-    return 4 * (outputs + max(activations, sequences * draft.values))
+    return activations + _attention_values(rows, spec.heads, spec.kv_heads, spec.head_dim)
 
 
 def _expert_bytes(spec: ModelSpec) -> int:

@@ -30,15 +30,7 @@ class MTPBuffers:
     newest: NewestHidden
 
 
-@dataclass(frozen=True, slots=True)
-class DraftPaths:
-    """K and V of drafted tokens, along some paths that begin at the anchor."""
-
-    keys: Tensor  # [W, T, KV, D], after norm and rope
-    values: Tensor
-
-    def select(self, rows: Tensor) -> "DraftPaths":
-        return DraftPaths(self.keys[rows], self.values[rows])
+KeyValue = tuple[Tensor, Tensor]  # [..., KV, D] each, after norm and rope
 
 
 class MTPBlock:
@@ -117,30 +109,40 @@ class MTPBlock:
         before = rms_norm(hidden.contiguous(), self._hidden_norm, eps)
         return self._fuse(torch.cat([token, before], -1))
 
-    def step(
-        self, x: Tensor, paths: DraftPaths | None, slots: Tensor, buffers: MTPBuffers
-    ) -> tuple[Tensor, DraftPaths]:
-        """Return hidden states [W, 1, width] of x [W, 1, width], one row after each path, and longer paths.
+    def nothing(self, sequences: int) -> KeyValue:
+        """Return K and V of no tokens [sequences, 0, KV, D]."""
+        empty = torch.zeros(sequences, 0, self.spec.kv_heads, self.spec.head_dim, device=self.device)
+        return empty, empty
 
-        Their logits, by the target's head, are of the tokens that follow; `paths` None: x is the anchor's.
+    def step(
+        self, x: Tensor, depths: Tensor, above: KeyValue, slots: Tensor, buffers: MTPBuffers
+    ) -> tuple[Tensor, KeyValue]:
+        """Return hidden states [W, width] of drafted tokens x [W, width], and their K and V.
+
+        depths [W]: the anchor's is 0; above [W, n, KV, D]: K and V of tokens from the anchor down to each, of
+        which the first `depths` count. Logits, by the target's head, are of the tokens that follow.
         """
-        spec, ring = self.spec, buffers.ring
-        drafted = 0 if paths is None else paths.keys.shape[1]
-        positions = ring.lengths[slots][:, None] + torch.arange(drafted + 1, device=self.device)
-        angles = rope_angles(positions[:, -1:].contiguous(), self._frequencies)
-        h = rms_norm(x, self._norm, spec.eps)
+        spec, ring, rows = self.spec, buffers.ring, above[0].shape[1] + 1
+        starts, index = ring.lengths[slots][:, None], depths[:, None, None, None]
+        angles = rope_angles(starts + depths[:, None], self._frequencies)
+        h = rms_norm(x[:, None], self._norm, spec.eps)
         q, gate = self._query(h).unflatten(-1, (spec.heads, 2 * spec.head_dim)).split(spec.head_dim, -1)
         q = head_rope(q.contiguous(), self._query_norm, spec.eps, *angles, interleaved=False)
         k, v = self._heads(self._key_value(h))
         k = head_rope(k, self._key_norm, spec.eps, *angles, interleaved=False)
-        if paths is not None:
-            k, v = torch.cat([paths.keys, k], 1), torch.cat([paths.values, v], 1)
-        # The kernel wants a query for every row of a block; those of earlier rows are not used.
-        q = torch.cat([q.new_zeros(len(q), drafted, *q.shape[2:]), q], 1)
-        out = block_attention(q, k, v, positions, ring.layer(0, slots), window=None, causal=True)
-        x = x + self._out((out[:, -1:] * gate.sigmoid()).flatten(-2))
+        # Each token is the row of its depth; rows after it are not seen, and queries of others not used.
+        keys, values = (
+            torch.cat([path, row], 1).scatter(1, index.expand_as(row), row)
+            for path, row in zip(above, (k, v), strict=True)
+        )
+        queries = q.new_zeros(len(q), rows, *q.shape[2:]).scatter(1, index.expand_as(q), q)
+        positions = starts + torch.arange(rows, device=self.device)
+        layer = ring.layer(0, slots)
+        out = block_attention(queries, keys, values, positions, layer, window=None, causal=True)
+        out = out.gather(1, index.expand(-1, 1, *out.shape[2:])) * gate.sigmoid()
+        x = x + self._out(out.flatten(1))
         x = x + self._ffn(rms_norm(x, self._ffn_norm, spec.eps)).view_as(x)
-        return rms_norm(x, self._head_norm, spec.eps), DraftPaths(k, v)
+        return rms_norm(x, self._head_norm, spec.eps), (k[:, 0], v[:, 0])
 
     def _heads(self, rows: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         k, v = (part.unflatten(-1, (self.spec.kv_heads, -1)).contiguous() for part in rows)

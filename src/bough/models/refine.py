@@ -5,7 +5,7 @@ uses the same step inside the block: after each layer a row gets a message of th
 """
 
 import math
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -19,15 +19,9 @@ from bough.models.weights import WeightLoader
 MLP_EPS = 1e-6  # of the norm of embeddings: no setting
 
 
-class Refinement(Protocol):
-    """How rows change with the token before them."""
-
-    def __call__(self, rows: Tensor, normed: Tensor, before: Tensor, target: Target) -> Tensor:
-        """Return rows [N, n, width] after each of the tokens before [N, n].
-
-        rows [N, width] of the residual stream, and the same after the final norm.
-        """
-        ...
+# Of rows [N, width] of the residual stream, the same after the final norm, the tokens before [N, n] and the
+# target: rows [N, n, width] after each of those tokens.
+Refinement = Callable[[Tensor, Tensor, Tensor, Target], Tensor]
 
 
 class CandidateMLP:

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -85,20 +84,6 @@ class _ScoringLayer:
         return head_rope(part, norm, spec.eps, cos, sin, interleaved=spec.family.rope_interleaved)[0]
 
 
-class Scoring(Protocol):
-    """The part of a model that a scorer runs."""
-
-    spec: ModelSpec  # of the sequence states: the layers below the last scoring one
-    context_length: int
-    device: torch.device
-    layouts: set[Layout]
-    layers: tuple[int, ...]  # that score
-
-    def heads(self, step: Step, buffers: Buffers, *, queries: bool = True) -> list[LayerHeads]:
-        """Run a chunk through the blocks; return keys, and queries, of each scoring layer."""
-        ...
-
-
 def load_scoring(
     file: GGUFFile,
     *,
@@ -108,7 +93,7 @@ def load_scoring(
     native: bool = True,
     threads: int | None = None,
     progress: Progress | None = None,
-) -> Scoring:
+) -> "Scoring":
     """Read the weights that are needed; `layers`: those that score, else as `scoring_layers` says.
 
     native: whether native code runs it on a CPU, where it can; threads: of that.
@@ -143,7 +128,10 @@ def _cut(spec: ModelSpec, count: int) -> ModelSpec:
 
 
 class NativeScoringDecoder:
-    """The blocks below the last scoring layer in the native library, which layers of torch tap."""
+    """The blocks below the last scoring layer in the native library, which layers of torch tap.
+
+    `spec` is that of the sequence states: of the layers below the last scoring one.
+    """
 
     def __init__(
         self,
@@ -167,6 +155,7 @@ class NativeScoringDecoder:
         self._frequencies = {theta: rope_frequencies(spec, loader, theta=theta)}
 
     def heads(self, step: Step, buffers: Buffers, *, queries: bool = True) -> list[LayerHeads]:
+        """Run a chunk through the blocks; return keys, and queries, of each scoring layer."""
         taps = [index - 1 for index in self.layers]
         features = self._below.forward(step, buffers, taps=taps).features
         ropes = {theta: rope_angles(step.positions, each) for theta, each in self._frequencies.items()}
@@ -202,6 +191,9 @@ class ScoringDecoder(Decoder):
         assert isinstance(add, Tensor), "no partial sums were asked for"
         buffers.pending.count.index_fill_(0, step.slots, 0)
         return [*masses, self._scoring[self.layers[-1]](x + add, context.ropes, queries=queries)]
+
+
+Scoring = NativeScoringDecoder | ScoringDecoder
 
 
 def attention_mass(queries: Tensor, keys: Tensor) -> Tensor:

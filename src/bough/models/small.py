@@ -4,7 +4,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from bough.errors import UnsupportedModel, UsageError
+from bough.errors import UnsupportedModel
 from bough.gguf.reader import GGUFFile
 from bough.models.spec import FAMILIES, ModelSpec
 from bough.text.vocabulary import vocabulary_gap
@@ -19,16 +19,8 @@ def is_small_model(path: Path) -> bool:
 
 
 @contextmanager
-def open_small_model(
-    path: Path, target: GGUFFile, *, device_type: str
-) -> Generator[tuple[GGUFFile, ModelSpec]]:
+def open_small_model(path: Path, target: GGUFFile) -> Generator[tuple[GGUFFile, ModelSpec]]:
     """Open a small model, checked against the target's file."""
-    if device_type != "cpu":
-        raise UsageError(
-            f"`draft` is {path.name}, a model: it can propose tokens on a CPU only, the target is on a GPU",
-            "a draft made for the target (see `bough train`), its MTP block or prompt lookup propose there",
-            param="draft",
-        )
     with GGUFFile.open(path) as file:
         if (gap := vocabulary_gap(target.metadata, file.metadata)) is not None:
             raise UnsupportedModel(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from bough.config import EFFORTS
+from bough.config import EFFORTS, SAMPLING
 from bough.engine.sampler import SamplingParams
 from bough.errors import UsageError
 from bough.server.failures import unfit
@@ -20,16 +20,7 @@ if TYPE_CHECKING:
 MAX_COUNT = 2**31 - 1  # of tokens; a larger number is no limit either
 MAX_BIAS = 100  # as OpenAI limits it
 MAX_STOP_IDS = 32
-_SAMPLING = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "seed",
-)
+_SAMPLING = (*SAMPLING, "seed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,14 +260,8 @@ _STRUCTURED: Mapping[str, Callable[[Any, str], Grammar]] = {
 _STRUCTURED_IGNORED = ("disable_fallback", "disable_any_whitespace")
 # Fields of other servers that change the text and are not supported: refused, never ignored.
 _UNSUPPORTED = (
-    "allowed_token_ids",
-    "bad_words",
-    "grammar_lazy",
-    "guided_whitespace_pattern",
-    "image_data",
-    "images",
-    "include_stop_str_in_output",
-    "logits_processors",
+    *("allowed_token_ids", "bad_words", "grammar_lazy", "guided_whitespace_pattern", "image_data", "images"),
+    *("include_stop_str_in_output", "logits_processors"),
 )
 
 

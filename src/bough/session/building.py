@@ -10,13 +10,14 @@ from torch import Tensor
 from bough.config import DraftConfig, EngineConfig, SpecConfig
 from bough.engine.engine import Engine
 from bough.gguf.reader import GGUFFile
-from bough.memory.estimate import SMALL_KV, draft_quant, ring_dtype, uses_mtp
+from bough.memory.estimate import draft_quant, ring_dtype, uses_mtp
 from bough.memory.planner import MemoryPlan
 from bough.models.decoder import Decoder, Target
 from bough.models.dflash import DFlashDraft, open_draft
 from bough.models.measure import MeasuringLoader
 from bough.models.mtp import MTPBlock
 from bough.models.newest import NewestHidden
+from bough.models.small import is_small_model, open_small_model
 from bough.models.step import SIZES
 from bough.models.vision import VisionTower
 from bough.models.weaver import WeaverHead
@@ -29,11 +30,11 @@ from bough.spec.drafter import Drafter, NoDrafter
 from bough.spec.mixed import MixedModel
 from bough.spec.mtp import MTPModel
 from bough.spec.policy import EAGER_SIZES
-from bough.spec.small_model import SMALL_ROWS, SmallModel
+from bough.spec.small_model import SmallModel, small_states
 from bough.spec.speculator import Speculator
 from bough.spec.weaver import WeaverModel
 from bough.state.draft_ring import draft_buffers, mtp_buffers
-from bough.state.sequences import CacheConfig, SequenceStates
+from bough.state.sequences import CacheConfig
 
 if TYPE_CHECKING:
     from bough.kernels.runtime.ahead import CompileAhead
@@ -81,23 +82,16 @@ def small_model(
     model: Target, config: EngineConfig, target: Target, plan: MemoryPlan, costs: StepCosts
 ) -> SmallModel:
     assert config.draft is not None and config.speculation is not None
-    spec = model.spec
-    states = SequenceStates(
-        spec,
-        max_ctx=min(plan.max_ctx, spec.context_length, config.draft.context or spec.context_length),
-        slots=plan.sequences,
-        max_rows=SMALL_ROWS,
-        cache=CacheConfig(*SMALL_KV),
-    )
-    draft = SmallModel(
+    options = {"max_ctx": plan.max_ctx, "texts": plan.sequences}
+    states = small_states(model.spec, config.draft, **options, device=model.device, dtype=model.dtype)
+    return SmallModel(
         model,
         states,
         vocabulary=target.spec.vocab_size,
         budget=config.speculation.budget,
         costs=costs if config.speculation.adaptive else None,
+        static=model.device.type == "cuda",
     )
-    draft.measure()
-    return draft
 
 
 def weaver_model(
@@ -157,7 +151,12 @@ def rehearse(file: GGUFFile, config: EngineConfig, plan: MemoryPlan, device: tor
     target, drafter = Decoder(spec, loader, device), NoDrafter()
     if config.speculation is not None:
         model: DraftModel | None = None
-        if config.draft is not None:
+        if config.draft is not None and is_small_model(config.draft.path):
+            with open_small_model(config.draft.path, file) as (small, shape):
+                small_decoder = Decoder(shape, MeasuringLoader(small, tiles=True), device)
+            model = small_model(small_decoder, config, target, plan, StepCosts())
+            model.rehearse()
+        elif config.draft is not None:
             quant = draft_quant(config.draft, device.type)
             with open_draft(config.draft.path, spec, quant=quant, causal=config.draft.causal) as opened:
                 loader = MeasuringLoader(opened[1], tiles=True)

@@ -29,7 +29,7 @@ from bough.memory.device import (
     pick_device,
     unused_gpu,
 )
-from bough.memory.estimate import SMALL_KV, compute_dtype, draft_quant, uses_mtp
+from bough.memory.estimate import compute_dtype, draft_quant, uses_mtp
 from bough.memory.planner import MemoryPlan, plan_memory
 from bough.models.decoder import Decoder, Target
 from bough.models.dflash import DFlashDraft, open_draft
@@ -70,7 +70,7 @@ from bough.spec.draft_model import DraftModel
 from bough.spec.drafter import Drafter, NoDrafter
 from bough.spec.mixed import MixedModel
 from bough.spec.mtp import MTPModel
-from bough.spec.small_model import SmallModel
+from bough.spec.small_model import SMALL_KV, SmallModel
 from bough.state.draft_ring import DEFAULT_CONTEXT
 from bough.text.template import ChatTemplate
 from bough.text.tokenizer import Tokenizer
@@ -157,9 +157,8 @@ def _loaded(
     if device.type == "cuda" and graphs and vectors is None:
         engine.warmup.capture(warming)
         times = engine.warmup.measure_steps()
-        draft_s = (
-            min((each.draft_s for each in times.values()), default=0.0) if drafter.features.taps else 0.0
-        )
+        whole_s = min((each.draft_s for each in times.values()), default=0.0)
+        draft_s = whole_s / drafter.passes if drafter.passes else 0.0
         costs.fill({rows: each.verify_s for rows, each in times.items()}, draft_s)
         phases.end("capturing")
     elif device.type == "cpu" and config.speculation is not None:
@@ -417,11 +416,11 @@ def _small_model(
 ) -> SmallModel:
     """Load a small model: into the native library where the target is, if it can run it."""
     model: Target
-    with open_small_model(path, file, device_type=target.device.type) as (small, spec):
+    with open_small_model(path, file) as (small, spec):
         if isinstance(target, NativeDecoder) and native_gap(small, spec, SMALL_KV) is None:
             model = NativeDecoder.load(small, target.library, mode=INT8)
         else:
-            model = Decoder.load(small, dtype=target.dtype, expand=plan.expanded)
+            model = Decoder.load(small, device=target.device, dtype=target.dtype, expand=plan.expanded)
     return small_model(model, config, target, plan, costs)
 
 
@@ -429,7 +428,7 @@ def _measure(engine: Engine, costs: StepCosts, drafter: Drafter) -> None:
     """Measure on a CPU what earlier runs have not, so that it is not found out on the user's text."""
     if not {1, engine.max_rows} <= costs.step.keys():
         costs.fill({rows: each.verify_cost for rows, each in engine.warmup.measure_steps().items()}, 0.0)
-    if drafter.features.taps and not costs.draft_call():
+    if drafter.passes and not costs.draft_call():
         costs.fill({}, engine.warmup.measure_draft())
 
 

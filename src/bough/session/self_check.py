@@ -1,7 +1,8 @@
 """The self-check of a model's kernels at its first start on a card: which kernels those are."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,7 +19,10 @@ from bough.kernels.runtime import device as cards
 from bough.memory.estimate import draft_quant
 from bough.memory.planner import MemoryPlan
 from bough.models.dflash import open_draft
+from bough.models.small import is_small_model, open_small_model
+from bough.models.spec import ModelSpec
 from bough.models.step import SIZES, largest_padded
+from bough.spec.small_model import SMALL_KV
 
 log = logging.getLogger(__name__)
 
@@ -26,9 +30,20 @@ _NOT_MATMULS = ("token_embd", "conv1d", "ffn_gate_inp", "_norm", "_exps", "selec
 _EMBEDDED = (QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K, QuantType.Q8_0)
 
 
-def shapes_of(file: GGUFFile, config: EngineConfig, plan: MemoryPlan) -> Shapes:
-    """Return what decides the kernels of a model that is loaded by a plan."""
-    spec, speculation = plan.estimate.spec, config.speculation
+def shapes_of(file: GGUFFile, config: EngineConfig, plan: MemoryPlan) -> list[Shapes]:
+    """Return what decides the kernels of a model that is loaded by a plan, and of a small one beside it."""
+    draft, target = config.draft, plan.estimate.spec
+    if config.speculation is None or draft is None or not is_small_model(draft.path):
+        return [_shapes(file, target, config, plan)]
+    alone, own = replace(config, draft=None), replace(config, draft=None, window=None)
+    with open_small_model(draft.path, file) as (small, spec):
+        small_plan = replace(plan, kv=SMALL_KV, host_embedding=False)
+        shapes = replace(_shapes(small, spec, own, small_plan), name="draft")
+    return [_shapes(file, target, alone, plan), shapes]
+
+
+def _shapes(file: GGUFFile, spec: ModelSpec, config: EngineConfig, plan: MemoryPlan) -> Shapes:
+    speculation = config.speculation
     matrices = [info for name, info in file.tensors.items() if _multiplied(name, info.shape, spec.tied_head)]
     types = {tile_type(info.type) for info in matrices}
     routed = {tile_type(info.type) for name, info in file.tensors.items() if "_exps" in name}
@@ -72,7 +87,7 @@ def _multiplied(name: str, shape: tuple[int, ...], tied: bool) -> bool:
 class SelfCheck:
     """Decides the implementations of a model's kernels: by an earlier verdict, or by running them."""
 
-    def __init__(self, shapes: Callable[[], Shapes], device: torch.device):
+    def __init__(self, shapes: Callable[[], Sequence[Shapes]], device: torch.device):
         self._shapes, self._device = shapes, device
         self._verdict: Verdict | None = None
 
@@ -89,7 +104,7 @@ class SelfCheck:
 
     @property
     def cases(self) -> list[Case]:
-        return cases_of(self._shapes(), self._device)
+        return [case for shapes in self._shapes() for case in cases_of(shapes, self._device)]
 
     def rehearse(self) -> None:
         """Run all cases in a dry run, which finds kernels that the model's rehearsal does not launch."""

@@ -113,13 +113,18 @@ class DraftCall:
         sizes = [size for size in _GROUPS if size == 1 or size * (depth + 1) <= MAX_ROWS]
         # By sequences: slot, anchor, score of the lookup, the lookup.
         self._inputs = {size: self._new(size, 3 + depth) for size in sizes}
-        self._functions = {size: CapturedFunction(partial(self._run, size), sequences=size) for size in sizes}
+        # By sequences and forward passes.
+        self._functions = {
+            (size, passes): CapturedFunction(partial(self._run, size, passes), sequences=size)
+            for size in sizes
+            for passes in self._drafts[0].pass_counts
+        }
         self._staged = StagedNumbers(MAX_ROWS, 3 + depth, device=self._device)
         self._slot = 0  # of the first sequence of the last call
         self._reports = torch.zeros(MAX_ROWS, sum(self._sizes), dtype=torch.int64, pin_memory=on_device)
         self._asked = 1  # sequences of the last call
         self.backlog = 0, 0.0  # positions that had waited for the last call, and their seconds
-        self.passes = 1.0  # of the last call
+        self.passes: float = self._drafts[0].pass_counts[0]  # of the last call
 
     @property
     def functions(self) -> list[CapturedFunction]:
@@ -135,13 +140,14 @@ class DraftCall:
         for calibration in self._calibrations:
             calibration.correction()
         self._share.table()
+        self.passes = self._drafts[0].next_passes
         self._staged.wait()
         rows, self._asked, self._slot = self._staged.numbers, len(asks), asks[0].slot
         for row, ask in zip(rows, asks, strict=False):
             chain = ask.chain[: self._depth]
             row[0], row[1], row[2:3].view(np.float64)[0] = ask.slot, ask.anchor, ask.score
             row[3 : 3 + len(chain)], row[3 + len(chain) :] = chain, -1
-        most = max(self._functions)
+        most = max(self._inputs)
         for start in range(0, len(asks), most):
             self._call_some(slice(start, min(start + most, len(asks))), nodes)
 
@@ -199,17 +205,19 @@ class DraftCall:
                 theirs = candidates_after(other, followed[:depth], calibration)
                 if ours and theirs:
                     self._share.observe(theirs, ours, depth, token)
-        for calibration, proposal in zip(self._calibrations, report.proposals, strict=True):
+        learners = zip(self._drafts, self._calibrations, report.proposals, strict=True)
+        for draft, calibration, proposal in learners:
+            draft.observe(proposal)
             calibration.observe(proposal, followed)
 
     def _call_some(self, part: slice, nodes: int | None) -> None:
         """Launch the call for some of the staged asks, as many as a function takes."""
-        size = next(size for size in self._functions if size >= part.stop - part.start)
-        inputs, count = self._inputs[size], part.stop - part.start
+        size = next(size for size in self._inputs if size >= part.stop - part.start)
+        inputs, count, passes = self._inputs[size], part.stop - part.start, round(self.passes)
         self._staged.copy(part, into=inputs[:count])
         if count < size:
             inputs[count:] = inputs[0]
-        reports = self._functions[size]() if nodes is None else self._run(size, nodes)
+        reports = self._functions[size, passes]() if nodes is None else self._run(size, passes, nodes)
         self._reports[part].copy_(reports[:count], non_blocking=True)
 
     def _new(self, *shape: int) -> Tensor:
@@ -219,9 +227,9 @@ class DraftCall:
     def _weights(reports: Tensor) -> Tensor:
         return word_floats(reports[..., 4 * MAX_ROWS : TREE_WORDS])
 
-    def _run(self, size: int, nodes: int | None = None) -> Tensor:
+    def _run(self, size: int, passes: int, nodes: int | None = None) -> Tensor:
         """Return the reports [size, ...] of the asks in the input buffer."""
-        inputs = self._inputs[size]
+        inputs, self._drafts[0].passes = self._inputs[size], passes
         (slots, anchors), chains = inputs[:, :2].T.contiguous(), inputs[:, 3:].contiguous()
         scores = inputs[:, 2:3].contiguous().view(torch.float64).float().expand(chains.shape)
         proposals, built = self._build(anchors, slots, chains, scores, nodes)

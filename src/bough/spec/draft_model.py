@@ -13,14 +13,18 @@ from bough.state.draft_ring import SavedRings
 class DraftModel(Protocol):
     """A draft with its state of every sequence."""
 
+    # Forward passes of the last call, for each text: a draft may look as far ahead as seems to pay. Of a call
+    # over static buffers, one of `pass_counts`, set before.
+    passes: float
+
     @property
-    def passes(self) -> float:
-        """Forward passes of the last call, for each text; a draft may look as far ahead as seems to pay."""
+    def pass_counts(self) -> Sequence[int]:
+        """How many a captured call may make: each is a function of its own."""
         ...
 
     @property
     def next_passes(self) -> float:
-        """How many the next call is expected to make."""
+        """How many the next call is expected to make; over static buffers one of `pass_counts`."""
         ...
 
     @property
@@ -65,6 +69,10 @@ class DraftModel(Protocol):
         """Return how many positions the next call has to read of a text that it reads by itself."""
         ...
 
+    def observe(self, proposal: Proposal) -> None:
+        """Learn from what a call proposed for one text, before correction; later than its step."""
+        ...
+
     def candidates(
         self, anchors: Tensor, slots: Tensor, rank: Rank, count: int, chains: Tensor | None = None
     ) -> Proposal:
@@ -76,11 +84,15 @@ class DraftModel(Protocol):
 
 
 class NoDraftModel:
-    """Prompt lookup alone: no draft, nothing to keep."""
+    """Prompt lookup alone: no draft, nothing to keep; and what a draft is that reads no features."""
 
-    passes, next_passes, depth = 1.0, 1.0, 15
+    passes, depth, context_length = 1.0, 15, 0
+    pass_counts: tuple[int, ...] = (1,)
     taps: tuple[int, ...] = ()
-    context_length = 0
+
+    @property
+    def next_passes(self) -> float:
+        return 1.0
 
     def begin(self, slot: int) -> None: ...
 
@@ -95,6 +107,8 @@ class NoDraftModel:
 
     def unread(self, slot: int, text: Sequence[int]) -> int:
         return 0
+
+    def observe(self, proposal: Proposal) -> None: ...
 
     def candidates(
         self, anchors: Tensor, slots: Tensor, rank: Rank, count: int, chains: Tensor | None = None

@@ -146,6 +146,7 @@ class Drafter:
     """
 
     features: Features = Features()
+    passes: float = 0.0  # forward passes of the draft call that is measured; 0: there is no draft
 
     def bind(self, rank: Rank) -> list[CapturedFunction]:
         """Set the sampler's ranking, once; return the draft calls that can be captured as CUDA graphs."""

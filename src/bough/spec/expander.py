@@ -2,9 +2,10 @@
 
 An expansion is a node whose children were scored. Each round expands a few nodes at once: the end of the path
 of best children, and the likeliest others. So after n rounds the n likeliest nodes, at least, are expanded.
-No number is read back: the growth can be a part of a CUDA graph.
+Without `GrowthLimits` no number is read back: the growth can be a part of a CUDA graph.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -46,12 +47,31 @@ class Growth:
     depth: int
 
 
+@dataclass(frozen=True, slots=True)
+class GrowthLimits:
+    """Where growth ends before that, and rounds are narrower: read on the host, so on a CPU alone."""
+
+    least: float  # probability of the likeliest node that a round is made for,
+    beside: float  # and of the others that it expands
+    nodes: int  # of the tree: what cannot have a child among these is not expanded
+    expansions: int  # in all, after the anchor's
+
+    def likely(self, weights: Tensor, every: Tensor) -> Tensor:
+        """Return the weights [S, n] of nodes to expand, -inf for those that are not likely enough."""
+        if every.shape[1] >= self.nodes:
+            weights = weights.masked_fill(weights <= every.topk(self.nodes, -1).values[:, -1:], -torch.inf)
+        ends = weights.amax(1, keepdim=True) < math.log(self.least)
+        return weights.masked_fill(ends | (weights < math.log(min(self.beside, self.least))), -torch.inf)
+
+
 class Expander:
     """One growth: the expansions so far [S, E], and their children [S, E * c]."""
 
-    def __init__(self, anchors: Tensor, scorer: PathScorer, growth: Growth):
+    def __init__(
+        self, anchors: Tensor, scorer: PathScorer, growth: Growth, limits: GrowthLimits | None = None
+    ):
         """anchors [S]: tokens of the roots."""
-        self._scorer, self._growth = scorer, growth
+        self._scorer, self._growth, self._limits = scorer, growth, limits
         tokens = anchors[:, None]
         self._lineages = tokens.new_zeros(*tokens.shape, growth.depth)  # expansions down to the node itself
         self._tokens = torch.full_like(self._lineages, -1)  # of the path to the node, without the anchor
@@ -60,28 +80,45 @@ class Expander:
         )  # the scores of these
         self._depths = torch.zeros_like(tokens)
         self._sources = torch.full_like(tokens, -1)  # which child each was
+        self._spine = [0]  # expansions on the path of best children
         self._ids, self._scores = self._children(Nodes(tokens, self._depths, self._lineages))
         self._width = self._ids.shape[-1]  # children of an expansion
         self._weights = self._scores.flatten(1)  # log probabilities of the paths to the children
         self._taken = torch.zeros_like(self._weights, dtype=torch.bool)
-        for number in range(growth.rounds):
-            self._expand(number)
+        for _ in range(growth.rounds):
+            children, valid = self._next()
+            if not children.shape[1]:
+                break
+            self._expand(children, valid)
 
     def _children(self, nodes: Nodes) -> tuple[Tensor, Tensor]:
         ids, scores = self._scorer(nodes)
         # A head that fails scores nothing: its children are none.
         return ids, torch.where(scores.isnan(), -torch.inf, scores).clamp(max=0)
 
-    def _expand(self, number: int) -> None:
-        growth, width, first = self._growth, self._width, self._depths.shape[1]
-        deep = (self._depths + 1 >= growth.depth).repeat_interleave(width, 1)
+    def _next(self) -> tuple[Tensor, Tensor]:
+        """Return the children to expand [S, W], and which of them there are."""
+        growth, limits, count = self._growth, self._limits, self._growth.width
+        deep = (self._depths + 1 >= growth.depth).repeat_interleave(self._width, 1)
         weights = self._weights.masked_fill(self._taken | deep, -torch.inf)
-        # First the best child of the last expansion on the path of best children, while there is one.
-        tail = (1 + (number - 1) * growth.width if number else 0) * width
         order = weights.clone()
+        if limits is not None:
+            order = limits.likely(weights, self._weights)
+            count = min(count, limits.expansions + 1 - self._depths.shape[1])
+            if not bool((order > -torch.inf).any()):
+                count = 0
+        # First the best child of the last expansion on the path of best children, while there is one.
+        tail = self._spine[-1] * self._width
         order[:, tail] = torch.where(weights[:, tail] > -torch.inf, torch.inf, -torch.inf)
-        children = order.topk(growth.width, -1).indices  # [S, W]
-        weights = weights.gather(1, children)
+        best = order.topk(count, -1)
+        valid = best.values > -torch.inf
+        if limits is not None:
+            count = int(valid.sum(1).max()) if count else 0
+        return best.indices[:, :count], valid[:, :count]
+
+    def _expand(self, children: Tensor, valid: Tensor) -> None:
+        growth, width, first = self._growth, self._width, self._depths.shape[1]
+        weights = self._weights.gather(1, children)
         self._taken = self._taken.scatter(1, children, True)
         parents = children // width
         tokens = self._ids.flatten(1).gather(1, children)
@@ -93,10 +130,10 @@ class Expander:
         gains = self._scores.flatten(1).gather(1, children)
         path = torch.where(here, tokens[..., None], self._of(self._tokens, parents))
         path_gains = torch.where(here, gains[..., None], self._of(self._gains, parents))
-        numbers = first + torch.arange(growth.width, device=children.device)
+        numbers = first + torch.arange(children.shape[1], device=children.device)
         lineages = torch.where(at == depths[..., None], numbers[:, None], above)
         ids, scores = self._children(Nodes(tokens, depths, above))
-        valid = weights > -torch.inf
+        self._spine.append(first)
         self._lineages = torch.cat([self._lineages, lineages], 1)
         self._tokens = torch.cat([self._tokens, path], 1)
         self._gains = torch.cat([self._gains, path_gains], 1)
@@ -106,7 +143,7 @@ class Expander:
         scores = scores.masked_fill(~valid[..., None], -torch.inf)
         self._scores = torch.cat([self._scores, scores], 1)
         self._weights = torch.cat([self._weights, (weights[..., None] + scores).flatten(1)], 1)
-        self._taken = pad(self._taken, (0, growth.width * width))
+        self._taken = pad(self._taken, (0, children.shape[1] * width))
 
     @staticmethod
     def _of(rows: Tensor, index: Tensor) -> Tensor:
@@ -116,12 +153,12 @@ class Expander:
     def proposal(self) -> Proposal:
         """Return the first depth's candidates, the likeliest other nodes as chains, and what followed the
         path of best children, to learn from."""
-        growth = self._growth
-        path = torch.arange(min(growth.rounds + 1, growth.depth), device=self._depths.device)
-        spine = torch.where(path > 0, 1 + (path - 1) * growth.width, 0)  # its expansions
-        ids, scores = self._ids[:, spine], self._scores[:, spine]
+        growth, spine = self._growth, self._spine[: self._growth.depth]
+        ids, scores = (
+            torch.stack([rows[:, number] for number in spine], 1) for rows in (self._ids, self._scores)
+        )
         best, places = ids[..., 0], torch.arange(growth.depth, device=ids.device)
-        more = growth.depth - len(path)
+        path, more = places[: len(spine)], growth.depth - len(spine)
         given = torch.where(path[:, None] > places, pad(best, (0, more))[:, None], -1)
         ended = (scores[..., :-1, :1] == -torch.inf).cummax(1).values
         given[:, 1:] = given[:, 1:].masked_fill(ended, -2)
@@ -171,4 +208,6 @@ class Expander:
             for own, path in ((self._ids, self._tokens), (self._scores, self._gains))
         )
         absent = (found.values == 0)[..., None]
-        return chains.masked_fill(absent, -1), gains.masked_fill(absent, -torch.inf)
+        more = (0, 0, 0, CHAINS - chains.shape[1])
+        chains, gains = chains.masked_fill(absent, -1), gains.masked_fill(absent, -torch.inf)
+        return pad(chains, more, value=-1), pad(gains, more, value=-torch.inf)

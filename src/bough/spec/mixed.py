@@ -15,6 +15,7 @@ class MixedModel:
     """A block draft and the target's MTP block beside it: a `DraftModel` of the states of both."""
 
     passes = next_passes = 1.0
+    pass_counts = (1,)
 
     def __init__(self, first: DraftModel, other: DraftModel, *, width: int):
         """`width` of the target, whose features both read."""
@@ -55,6 +56,9 @@ class MixedModel:
 
     def unread(self, slot: int, text: Sequence[int]) -> int:
         return max(draft.unread(slot, text) for draft in self.drafts)
+
+    def observe(self, proposal: Proposal) -> None:
+        raise AssertionError("each of the drafts learns from its own")
 
     def candidates(
         self, anchors: Tensor, slots: Tensor, rank: Rank, count: int, chains: Tensor | None = None

@@ -1,13 +1,13 @@
-"""The target's MTP block as a proposer: it is called once a depth, for the likeliest paths so far."""
+"""The target's MTP block as a proposer: it is called for a few of the likeliest paths so far at a time."""
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from bough.kernels.tree import MAX_ROWS
 from bough.models.decoder import Target
-from bough.models.mtp import DraftPaths, MTPBlock, MTPBuffers
+from bough.models.mtp import MTPBlock, MTPBuffers
 from bough.spec.drafter import Rank
+from bough.spec.expander import Expander, Growth, Nodes
 from bough.spec.tree import Proposal
 from bough.spec.waiting import WaitingFeatures
 from bough.state.draft_ring import SavedRings, restore_rings, save_rings
@@ -16,9 +16,7 @@ from bough.state.snapshots import host_copy
 # Calls of the block in one proposal. Each costs the target's head once, some 7% of a step of the 27B; the
 # block was trained to predict one token ahead, so its later proposals are accepted less and less.
 STEPS = 4
-# Paths that are continued at each depth, and continuations of each: within the head's rows for the price of
-# one, and the continuations of all depths within the chains that a tree takes.
-BEAMS, CHILDREN = 4, 3
+BEAMS = 4  # paths that a call continues: within the head's rows for the price of one
 _DEPTH = 15  # of a proposal: prompt lookup may go deeper than the block
 
 
@@ -29,7 +27,8 @@ class MTPModel(WaitingFeatures):
 
     def __init__(self, block: MTPBlock, target: Target, buffers: MTPBuffers):
         super().__init__(block.device)
-        self._block, self._target, self._buffers = block, target, buffers
+        self.parts = block, target, buffers
+        self._block, self._buffers = block, buffers
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -66,37 +65,9 @@ class MTPModel(WaitingFeatures):
     def candidates(
         self, anchors: Tensor, slots: Tensor, rank: Rank, count: int, chains: Tensor | None = None
     ) -> Proposal:
-        """Return candidates after the anchors [S], and continuations of the likeliest as chains."""
-        block, start, sequences = self._block, self._buffers.ring.lengths[slots], len(slots)
-        beams, children = min(BEAMS, count), min(CHILDREN, count)
-
-        def ranked(hidden: Tensor, depth: int, count: int) -> tuple[Tensor, Tensor]:
-            """Rank what follows rows [S * W, 1, width]: [S, W, count]."""
-            logits = self._target.draft_logits(hidden[:, 0]).unflatten(0, (sequences, -1))
-            positions = (start[:, None] + 1 + depth).expand(logits.shape[:2])
-            return rank(logits, positions, anchors, slots, count)
-
-        x = block.fuse(self._target.embed(anchors[:, None]), self._buffers.newest.last(slots))
-        hidden, paths = block.step(x, None, slots, self._buffers)
-        ids, scores = ranked(hidden, 0, count)
-        beam = _Found(ids[:, 0], scores[:, 0])
-        tokens, gains = ids[:, 0, :beams, None], scores[:, 0, :beams, None]
-        # All of a sequence's paths begin after the anchor's row.
-        first = torch.arange(sequences, device=slots.device)[:, None]
-        hidden, paths = _selected(hidden, paths, first.expand(-1, beams))
-        same = slots.repeat_interleave(beams)
-        for depth in range(1, STEPS):
-            embedded = self._target.embed(tokens[..., -1:].flatten(0, 1))
-            hidden, paths = block.step(block.fuse(embedded, hidden), paths, same, self._buffers)
-            ids, scores = ranked(hidden, depth, children)
-            beam.learn(tokens[:, 0], ids[:, 0], scores[:, 0])
-            tokens, gains, parents = _continued(tokens, gains, ids, scores)
-            last = depth == STEPS - 1
-            # Those that are continued again are the beginnings of later chains.
-            beam.add(tokens if last else tokens[:, beams:], gains if last else gains[:, beams:])
-            tokens, gains = tokens[:, :beams], gains[:, :beams]
-            hidden, paths = _selected(hidden, paths, first * beams + parents[:, :beams])
-        return beam.proposal()
+        """Return the likeliest paths after the anchors [S]."""
+        scorer = _BlockScores(self, anchors, slots, rank, count)
+        return Expander(anchors, scorer, Growth(STEPS - 1, min(BEAMS, count), _DEPTH)).proposal()
 
     def save(self, slot: int) -> SavedRings:
         self.flush(slot)
@@ -111,56 +82,34 @@ class MTPModel(WaitingFeatures):
         self._waiting[slot] = []
 
 
-def _selected(hidden: Tensor, paths: DraftPaths, rows: Tensor) -> tuple[Tensor, DraftPaths]:
-    """Return the hidden states and paths at indices [S, W]."""
-    return hidden[rows.flatten()], paths.select(rows.flatten())
+class _BlockScores:
+    """A `PathScorer`: the block, with what it computed of one call's expansions."""
 
+    def __init__(self, model: MTPModel, anchors: Tensor, slots: Tensor, rank: Rank, count: int):
+        self._block, self._target, self._buffers = model.parts
+        self._anchors, self._slots, self._rank, self._count = anchors, slots, rank, count
+        # [S, 1 + E, width], of which the first is the target's; K and V [S, E, KV, D].
+        self._hidden = self._buffers.newest.last(slots)
+        self._keys, self._values = self._block.nothing(len(slots))
+        self._rounds = 0
 
-def _continued(tokens: Tensor, gains: Tensor, ids: Tensor, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the paths [S, W, d], continued by ids [S, W, c], likeliest first: [S, W * c, d + 1], and their
-    parents.
-
-    gains, scores: the log probability of each token after those before it. The path of best children stays
-    the first: where the text is hard to predict it is not among the likeliest, but the others are worse.
-    """
-    children = ids.shape[-1]
-    longer = torch.cat([tokens.repeat_interleave(children, 1), ids.flatten(1)[..., None]], -1)
-    gained = torch.cat([gains.repeat_interleave(children, 1), scores.flatten(1)[..., None]], -1)
-    worth = torch.cat([torch.ones_like(gained[:, :1, 0]), gained[:, 1:].sum(-1)], 1)
-    order = worth.sort(dim=1, descending=True, stable=True).indices
-    at = order[..., None].expand_as(longer)
-    return longer.gather(1, at), gained.gather(1, at), order // children
-
-
-class _Found:
-    """Collects the candidates of all depths, of S sequences."""
-
-    def __init__(self, ids: Tensor, scores: Tensor):
-        self._ids, self._scores, self._given = [ids], [scores], [ids[:, :0]]
-        self._chains: list[Tensor] = []
-        self._gains: list[Tensor] = []
-
-    def learn(self, path: Tensor, ids: Tensor, scores: Tensor) -> None:
-        """Add the candidates [S, c] of the next depth after a path."""
-        self._given.append(path)
-        self._ids.append(ids)
-        self._scores.append(scores)
-
-    def add(self, chains: Tensor, gains: Tensor) -> None:
-        """Add chains [S, m, d] and their scores."""
-        self._chains.append(pad(chains, (0, _DEPTH - chains.shape[-1]), value=-1))
-        self._gains.append(pad(gains, (0, _DEPTH - gains.shape[-1]), value=-torch.inf))
-
-    def proposal(self) -> Proposal:
-        width, deeper = self._ids[0].shape[1], _DEPTH - len(self._ids)
-        rows = [pad(row, (0, width - row.shape[1]), value=-1) for row in self._ids]
-        scores = [pad(row, (0, width - row.shape[1]), value=-torch.inf) for row in self._scores]
-        given = [pad(path, (0, _DEPTH - path.shape[1]), value=-1) for path in self._given]
-        return Proposal(
-            pad(torch.stack(rows, 1), (0, 0, 0, deeper), value=-1),
-            pad(torch.stack(scores, 1), (0, 0, 0, deeper), value=-torch.inf),
-            torch.cat(self._chains, 1),
-            torch.cat(self._gains, 1),
-            # No text follows a path of -2: depths that were not drafted are not learnt from.
-            given=pad(torch.stack(given, 1), (0, 0, 0, deeper), value=-2),
+    def __call__(self, nodes: Nodes) -> tuple[Tensor, Tensor]:
+        width = nodes.tokens.shape[1]
+        item = torch.arange(len(self._slots), device=self._slots.device)[:, None]
+        parents = nodes.above.gather(2, (nodes.depths - 1).clamp(min=0)[..., None])[..., 0] + 1
+        before = self._hidden[item, parents.masked_fill(nodes.depths == 0, 0)]
+        x = self._block.fuse(self._target.embed(nodes.tokens), before).flatten(0, 1)
+        # No path is longer than there were rounds.
+        rows = item[..., None], nodes.above[..., : self._rounds]
+        above = self._keys[rows].flatten(0, 1), self._values[rows].flatten(0, 1)
+        slots = self._slots.repeat_interleave(width)
+        hidden, (keys, values) = self._block.step(x, nodes.depths.flatten(), above, slots, self._buffers)
+        logits, hidden, keys, values = (
+            part.unflatten(0, (-1, width))
+            for part in (self._target.draft_logits(hidden), hidden, keys, values)
         )
+        self._hidden = torch.cat([self._hidden, hidden], 1)
+        self._keys, self._values = torch.cat([self._keys, keys], 1), torch.cat([self._values, values], 1)
+        self._rounds += 1
+        positions = self._buffers.ring.lengths[self._slots][:, None] + 1 + nodes.depths
+        return self._rank(logits, positions, self._anchors, self._slots, self._count)

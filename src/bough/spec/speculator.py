@@ -151,7 +151,7 @@ class Speculator(Drafter):
         `on_host`: draft calls give lists on the host, not trees on the device; None: on a CPU.
         """
         self._draft: DraftModel = draft or NoDraftModel()
-        self._has_draft = draft is not None
+        self._has_draft, self.passes = draft is not None, 0.0
         depth = self._draft.depth
         self.features = Features(self._draft.taps, self._draft.context_length, depth + 1)
         self._config, self._device = config, device
@@ -207,7 +207,7 @@ class Speculator(Drafter):
         if len(self._mixes) > 1 and self._config.adaptive:
             self._draft_calls[len(self._mixes) - 1, True] = call(self._mixes[-1], compares=True)
         for last in list(self._draft_calls.values())[-1:]:
-            self._call = last
+            self._call, self.passes = last, last.passes
         if self._on_host and self._has_draft:
             return [CapturedFunction(self._call_once)]
         calls = [function for call in self._draft_calls.values() for function in call.functions]
@@ -314,8 +314,10 @@ class Speculator(Drafter):
     def _call_once(self) -> None:
         """Call the draft for the text that was begun last, to see what that takes."""
         *_, slot = self._texts
-        self._call = self._draft_calls[0, False]
-        self._call([Ask(slot, 0, [], 0.0, [0])], short=self._policy.rows_are_dear)
+        self._call, self._calls = self._draft_calls[0, False], self._calls + 1
+        text = [0] * self._calls  # a draft that reads it has something to read
+        self._call([Ask(slot, 0, [], 0.0, text)], short=self._policy.rows_are_dear)
+        self.passes = self._call.passes
 
     # -- Steps of one text: the tree stays on the device
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from bough.spec.tree import Proposal
+
 _MOST = 512  # rows that wait, or pieces of a few rows
 
 
@@ -13,6 +15,7 @@ class WaitingFeatures(ABC):
     """The part of a `DraftModel` that adds features to its state, by slot."""
 
     passes = next_passes = 1.0
+    pass_counts = (1,)
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -54,6 +57,9 @@ class WaitingFeatures(ABC):
 
     def unread(self, slot: int, text: Sequence[int]) -> int:
         return 0
+
+    def observe(self, proposal: Proposal) -> None:
+        return  # calibration learns
 
     def flush(self, slot: int, text: Sequence[int] = ()) -> int:
         """Add them to the state; return how many there were."""

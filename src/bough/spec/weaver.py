@@ -6,7 +6,7 @@ from torch import Tensor
 from bough.kernels.norm_rope import rms_norm
 from bough.models.decoder import Target
 from bough.models.newest import ROLLBACK, NewestHidden
-from bough.models.weaver import KeyValue, WeaverHead
+from bough.models.weaver import WeaverHead
 from bough.spec.dflash import DFlashModel
 from bough.spec.drafter import Rank
 from bough.spec.expander import Expander, Growth, Nodes
@@ -35,8 +35,8 @@ class WeaverModel(WaitingFeatures):
     ):
         """`final_norm` [width]: of the target."""
         super().__init__(newest.rows.device)
-        self._head, self._draft, self._target = head, draft, target
-        self._newest, self._final_norm = newest, final_norm
+        self.parts = head, draft, target, newest
+        self._draft, self._target, self._newest, self._final_norm = draft, target, newest, final_norm
         self._columns = len(draft.taps) * target.spec.width  # of the draft's features
 
     @property
@@ -79,14 +79,8 @@ class WeaverModel(WaitingFeatures):
         self, anchors: Tensor, slots: Tensor, rank: Rank, count: int, chains: Tensor | None = None
     ) -> Proposal:
         """Return the likeliest paths after the anchors [S]."""
-        block = self._draft.block(anchors, slots)
-        ids, scores = rank(block.logits, block.positions, anchors, slots, CANDIDATES)
-        prefix = self._head.prefix(self._newest.last(slots), block.hidden)
-        scorer = _PathScores(
-            self._head, self._target, prefix, (ids, scores), rank, slots, min(count, CANDIDATES)
-        )
-        growth = Growth(ROUNDS, min(WIDTH, count), self.depth)
-        return Expander(anchors, scorer, growth).proposal()
+        scorer = _PathScores(self, anchors, slots, rank, min(count, CANDIDATES))
+        return Expander(anchors, scorer, Growth(ROUNDS, min(WIDTH, count), self.depth)).proposal()
 
     def save(self, slot: int) -> SavedRings:
         self.flush(slot)
@@ -104,22 +98,15 @@ class WeaverModel(WaitingFeatures):
 class _PathScores:
     """A `PathScorer`: the head, with the K and V of one call's expansions."""
 
-    def __init__(
-        self,
-        head: WeaverHead,
-        target: Target,
-        prefix: list[KeyValue],
-        candidates: tuple[Tensor, Tensor],
-        rank: Rank,
-        slots: Tensor,
-        count: int,
-    ):
-        """candidates: ids and scores [S, K, k] by the draft alone."""
-        self._head, self._target, self._prefix = head, target, prefix
-        self._ids, self._scores = candidates
+    def __init__(self, model: WeaverModel, anchors: Tensor, slots: Tensor, rank: Rank, count: int):
+        self._head, draft, self._target, newest = model.parts
         self._rank, self._slots, self._count = rank, slots, count
+        block = draft.block(anchors, slots)
+        # [S, K, k] by the draft alone.
+        self._ids, self._scores = rank(block.logits, block.positions, anchors, slots, CANDIDATES)
+        self._prefix = self._head.prefix(newest.last(slots), block.hidden)
         # [S, 1 + E, heads, D] of each layer; the first row is for the anchor, which has none above.
-        self._pools = [(torch.zeros_like(k[:, :1]), torch.zeros_like(v[:, :1])) for k, v in prefix]
+        self._pools = [(torch.zeros_like(k[:, :1]), torch.zeros_like(v[:, :1])) for k, v in self._prefix]
 
     def __call__(self, nodes: Nodes) -> tuple[Tensor, Tensor]:
         number = torch.arange(len(self._slots), device=self._slots.device)[:, None, None]

@@ -421,22 +421,25 @@ def _count_call(budget: Budget, function: Any, args: tuple[Any, ...], kwargs: Ma
         budget.read((args, kwargs))
 
 
-_COMPARE = frozenset(
-    ["!=", "<", "<=", "==", ">", ">=", "eq", "equalto", "ge", "greaterthan", "gt", "in", "le", "lessthan"]
-) | {"lt", "ne"}
-_FREE_FILTERS = frozenset(
-    ["attr", "count", "d", "default", "first", "items", "last", "length", "map", "random", "reject"]
-) | {"rejectattr", "select", "selectattr"}
-_GATHERING = frozenset(
-    ["batch", "groupby", "join", "list", "max", "min", "reverse", "slice", "sort", "sum", "unique"]
+def _names(names: str) -> frozenset[str]:
+    return frozenset(names.split())
+
+
+def _each(names: str, charge: Charge) -> dict[str, Charge]:
+    return dict.fromkeys(names.split(), charge)
+
+
+_COMPARE = _names("!= < <= == > >= eq equalto ge greaterthan gt in le lessthan lt ne")
+_FREE_FILTERS = _names("attr count d default first items last length map random reject rejectattr") | _names(
+    "select selectattr"
 )
+_GATHERING = _names("batch groupby join list max min reverse slice sort sum unique")
 _FREE_FUNCTIONS = (Namespace, range, jinja2.utils.Cycler, jinja2.utils.Joiner)
 _FILTERS: Mapping[str, Charge] = {
-    **dict.fromkeys(("string", "safe", "trim"), _text(1)),
-    **dict.fromkeys(("capitalize", "e", "escape", "forceescape", "lower"), _text(8)),
-    **dict.fromkeys(("truncate", "upper", "urlencode"), _text(8)),
-    **dict.fromkeys(("dictsort", "groupby", "max", "min", "sort", "unique"), _text(4)),
-    **dict.fromkeys(("batch", "list", "reverse", "slice"), _shallow),
+    **_each("string safe trim", _text(1)),
+    **_each("capitalize e escape forceescape lower truncate upper urlencode", _text(8)),
+    **_each("dictsort groupby max min sort unique", _text(4)),
+    **_each("batch list reverse slice", _shallow),
     "center": _padded,
     "format": _formatted,
     "indent": _indented,
@@ -446,16 +449,11 @@ _FILTERS: Mapping[str, Charge] = {
     "tojson": _json,
 }
 _METHODS: Mapping[str, Charge] = {
-    **dict.fromkeys(
-        ("count", "endswith", "find", "index", "partition", "removeprefix", "removesuffix"), _text(1)
-    ),
-    **dict.fromkeys(("lstrip", "rfind", "rindex", "rpartition", "rstrip", "startswith", "strip"), _text(1)),
-    **dict.fromkeys(
-        ("isalnum", "isalpha", "isascii", "isdecimal", "isdigit", "islower", "isnumeric"), _text(1)
-    ),
-    **dict.fromkeys(("isspace", "istitle", "isupper"), _text(1)),
-    **dict.fromkeys(("capitalize", "casefold", "lower", "swapcase", "title", "upper"), _text(8)),
-    **dict.fromkeys(("center", "ljust", "rjust", "zfill"), _padded),
+    **_each("count endswith find index partition removeprefix removesuffix startswith strip", _text(1)),
+    **_each("lstrip rfind rindex rpartition rstrip", _text(1)),
+    **_each("isalnum isalpha isascii isdecimal isdigit islower isnumeric isspace istitle isupper", _text(1)),
+    **_each("capitalize casefold lower swapcase title upper", _text(8)),
+    **_each("center ljust rjust zfill", _padded),
     "expandtabs": _expanded,
     "format": _text(1),
     "join": lambda budget, separator, items: _joined(budget, items, separator),

@@ -95,18 +95,13 @@ _O200K = WordRule(
 _GPT2 = WordRule(r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
 _SMOLLM = replace(_GPT2, single_digits=True)
 
-WORD_RULES: dict[str, WordRule] = {
-    "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
-    "qwen35": _QWEN35,
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "gpt-2": _GPT2,
-    "gpt2": _GPT2,
-    "default": _GPT2,
-    "smollm": _SMOLLM,
-    "tekken": _TEKKEN,
-    "gpt-4o": _O200K,
-    "llama4": _O200K,
-}
+_NAMED = (
+    (_QWEN2, "qwen2 deepseek-r1-qwen"),
+    (_QWEN35, "qwen35"),
+    (_LLAMA3, "llama-bpe llama3 llama-v3"),
+    (_GPT2, "gpt-2 gpt2 default"),
+    (_SMOLLM, "smollm"),
+    (_TEKKEN, "tekken"),
+    (_O200K, "gpt-4o llama4"),
+)
+WORD_RULES: dict[str, WordRule] = {name: rule for rule, names in _NAMED for name in names.split()}

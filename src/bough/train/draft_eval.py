@@ -195,11 +195,12 @@ def check_mtp_parity(target: TrainingTarget, folder: Path, data: TokenData, numb
             buffers = mtp_buffers(target.spec, max_ctx=anchor + model.spec.block_size, device=device)
             buffers.ring.starts[0] = 1
             block.append(features[:, :anchor], slots, buffers)
-            hidden, paths = buffers.newest.last(slots), None
+            hidden, above = buffers.newest.last(slots)[:, 0], block.nothing(1)
             for depth in range(model.spec.block_size - 1):
-                x = block.fuse(rows[:, place, depth : depth + 1], hidden)
-                hidden, paths = block.step(x, paths, slots, buffers)
-                ours, theirs = linear(trained[0, place, depth + 1], head), linear(hidden[0, 0], head)
+                x = block.fuse(rows[:, place, depth], hidden)
+                hidden, row = block.step(x, torch.full_like(slots, depth), above, slots, buffers)
+                above = torch.cat([above[0], row[0][:, None]], 1), torch.cat([above[1], row[1][:, None]], 1)
+                ours, theirs = linear(trained[0, place, depth + 1], head), linear(hidden[0], head)
                 worst = max(worst, float((ours - theirs).norm() / theirs.norm()))
     _refuse_disparity(folder, worst)
     return worst

@@ -24,8 +24,8 @@ from bough.cli.options import (
     grouped,
     panel,
 )
-from bough.cli.sampling import FILTERS_AND_PENALTIES, SamplingOptions
-from bough.config import environment
+from bough.cli.sampling import SamplingOptions
+from bough.config import SAMPLING, environment
 from bough.errors import UsageError
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class ConversationOptions:
 
 
 # What a conversation has a setting for.
-_SETTINGS = ("n_gen", "greedy", *FILTERS_AND_PENALTIES, "seed", "stop")
+_SETTINGS = ("n_gen", "greedy", *SAMPLING, "seed", "stop")
 ChatSamplingOptions = Annotated[SamplingOptions, Only(_SETTINGS)]
 
 

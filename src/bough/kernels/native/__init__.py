@@ -5,7 +5,9 @@ are the specification.
 """
 
 import ctypes
+import mmap
 import weakref
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +18,9 @@ from bough.gguf.types import NATIVE_TYPES, QuantType
 from bough.kernels.hadamard import BlockRotation
 from bough.kernels.native import library
 from bough.kernels.native.library import INT8, INT16, NativeMatrix, NativeRotation
-from bough.kernels.native.memory import WeightMemory
+
+_HUGE = 2 << 20  # bytes of a huge page
+_CHUNK = 64 << 20  # address space that is asked for at once; memory is taken as it is written
 
 
 def unavailable() -> str | None:
@@ -73,6 +77,35 @@ class PackedMatrix:
     @property
     def nbytes(self) -> int:
         return self.data.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+
+class WeightMemory:
+    """Hands out zeroed memory, 64-byte aligned, which is freed when no tensor refers to it any more.
+
+    In huge pages where the system has them: a step reads all weights, and with pages of 4 KB address
+    translation takes a quarter of its time (27 MB, Zen 4).
+    """
+
+    def __init__(self) -> None:
+        self._chunk, self._used = torch.empty(0, dtype=torch.uint8), 0
+
+    def take(self, size: int) -> Tensor:
+        """Return `size` zeroed bytes."""
+        if self._used + size > self._chunk.numel():
+            self._chunk, self._used = _huge_pages(max(size, _CHUNK)), 0
+        start, self._used = self._used, self._used + (size + 63) // 64 * 64
+        return self._chunk[start : start + size]
+
+
+def _huge_pages(size: int) -> Tensor:
+    size = (size + _HUGE - 1) // _HUGE * _HUGE
+    memory = mmap.mmap(-1, size + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    start = -whole.data_ptr() % _HUGE
+    return whole[start : start + size]
 
 
 class Library:

@@ -18,7 +18,7 @@ from bough.kernels.quant_matmul.tuned import TunedFile
 from bough.kernels.runtime.device import Card, card_of, kind_of
 from bough.kernels.runtime.driver import Kernel, Module, cuda_module
 from bough.kernels.runtime.dry_run import cache_tensor
-from bough.kernels.runtime.sources import pdl_source, source, warp_group_mma
+from bough.kernels.runtime.sources import pdl_source, warp_group_mma
 
 _SCALES = {"none": 0, "six": 1, "byte": 2, "half": 3, "affine": 4}
 _EXPANDED_TILES = 8  # of a block that expands
@@ -132,19 +132,20 @@ def defines(
         "TOKENS": bucket,
         "STAGES": depth,
         "BULK": int(card.bulk_copies),
+        "OVERLAP": int(card.pdl),
         "HALFWAY": int(tiling.halfway and depth >= _MIN_HALFWAY_STAGES),
     }
     return macros | {"GROUPED": 1} if grouped else macros
 
 
 def matmul_source() -> str:
-    return source("quant_matmul", "weights.cu", "tiles.cu")
+    return pdl_source("quant_matmul", "weights.cu", "tiles.cu")
 
 
 def grouped_source(bucket: int) -> str:
     """Return the same with warp-group mma."""
     mma = warp_group_mma("group_mma", bucket, EIGHT_ROWS)
-    return "\n".join([mma, source("quant_matmul", "weights.cu", "group.cu", "tiles.cu")])
+    return "\n".join([mma, pdl_source("quant_matmul", "weights.cu", "group.cu", "tiles.cu")])
 
 
 def rows_source() -> str:

@@ -1,6 +1,6 @@
 // Matmuls of at most 64 rows with a matrix in tiles (layout.py describes their order), and the expansion of tiles.
 //
-// No headers: NVRTC builds this file with no include path. Macros, all given by cuda.py:
+// No headers: NVRTC builds this file, after pdl.cu, with no include path. Macros, all given by cuda.py:
 //   LOW, HIGH   bits of a code in the two parts of a tile     SCALES  0 none, 1 six, 2 byte, 3 half, 4 affine
 //   OFFSET      subtracted from a code                        TABLE, TABLE0..3  code to value + 128, four to a word
 //   UNIT        columns of a stage                            TOKENS  rows of x, a multiple of 8
@@ -34,13 +34,9 @@ DEVICE void barrier_arrive(u32 b, u32 loaded, u32 zero) {
 DEVICE void bulk_copy(u32 to, const void* from, u32 n, u32 b, u64 policy) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0],[%1],%2,[%3],%4;" ::"r"(to), "l"(from), "r"(n), "r"(b), "l"(policy) : "memory");
 }
-#define LAUNCH_DEPENDENTS asm volatile("griddepcontrol.launch_dependents;")
-#define WAIT_FOR_INPUTS asm volatile("griddepcontrol.wait;" ::: "memory")
 #else
 DEVICE void copy16(u32 to, const void* from) { asm volatile("cp.async.cg.shared.global [%0],[%1],16;" ::"r"(to), "l"(from) : "memory"); }
 DEVICE void copy8(u32 to, const void* from) { asm volatile("cp.async.ca.shared.global [%0],[%1],8;" ::"r"(to), "l"(from) : "memory"); }
-#define LAUNCH_DEPENDENTS (void)0
-#define WAIT_FOR_INPUTS (void)0
 #endif
 
 // A tile in memory.
@@ -162,14 +158,14 @@ matmul(const u8* __restrict__ w, const float* __restrict__ row_scale, const u8* 
     asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;" ::: "memory");
   }
   __syncthreads();
-  if (position != 1) LAUNCH_DEPENDENTS;
+  if (position != 1) launch_dependents();
   const int ahead = units < STAGES ? units : STAGES;
   for (int i = 0; i < ahead; i++) {
     if (threadIdx.x == 0) fill_weights();  // they do not depend on the previous kernel, and arrive while it ends
     advance();
   }
-  if (position != 2) WAIT_FOR_INPUTS;
-  if (position == 1) LAUNCH_DEPENDENTS;
+  if (position != 2) wait_for_inputs();
+  if (position == 1) launch_dependents();
   if (threadIdx.x == 0)
     for (int i = 0, from = step0; i < ahead; i++) {
       fill_x(i, from);
@@ -268,7 +264,7 @@ matmul(const u8* __restrict__ w, const float* __restrict__ row_scale, const u8* 
     add_parts(sums, parts, cta + 1, cta_of(block * depth + depth - 1, share, extra), warp, lane);
     finish();
   }
-  if (position == 2) WAIT_FOR_INPUTS;
+  if (position == 2) wait_for_inputs();
 }
 
 #if HALVES == 1

@@ -1,12 +1,8 @@
-// How a warp reads its weights from tiles (layout.py describes their order) and multiplies them; concatenated before
+// How a warp reads its weights from tiles (layout.py describes their order) and multiplies them; after pdl.cu, and before
 // tiles.cu, which explains the macros, and before experts/experts.cu. BLOCK_TILES: 16-row tiles of a block, 8 unless given.
 // UNIT: columns that a warp reads at a time, all or half of a tile's.
 
-typedef unsigned u32;
-typedef unsigned long long u64;
 typedef unsigned char u8;
-#define DEVICE __device__ __forceinline__
-#define UNROLL _Pragma("unroll")
 
 #ifndef BLOCK_TILES
 #define BLOCK_TILES 8
