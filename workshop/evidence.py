@@ -98,7 +98,7 @@ PARTS = {
     "prefill": EvidencePart("prompts", 250, _case("gpu.prefill", "--only text,model")),
     "start": EvidencePart("starts", 120, _case("gpu.start", "--folder {pair}")),
     "compress": EvidencePart("compressed prompts", 150, _case("gpu.compress", "--model {pair} --only times")),
-    "experts": EvidencePart("experts", 150, _case("gpu.moe", "--host-layers 0")),
+    "experts": EvidencePart("experts", 150, _case("gpu.moe", "--cold 0")),
     "training": EvidencePart("training steps", 60, _case("gpu.training", "--work {pair}/training")),
     "real": EvidencePart(
         "a published pair",

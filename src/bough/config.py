@@ -86,8 +86,10 @@ class EngineConfig:
     # f32 (on a CPU), f16, bf16, q8_0, q5_0, q4_0 or tq3_0; auto: f32 on a CPU, what fits on a GPU
     kv_k: str = "auto"  # K cache
     kv_v: str = "auto"  # V cache
-    # Layers whose routed experts stay in host memory; a GPU reads those that rows choose over the bus.
-    experts_host: int = 0
+    # Of each layer's routed experts so many have no place on a GPU: all are in host memory, and those that
+    # steps use are copied to the places of others. 0: all are on the GPU; None: where they do not fit, as
+    # many as must.
+    experts_host: int | None = None
     vram_limit: int | None = None  # bytes of GPU memory in use, other processes included; None: all
     window: int | None = None  # decoding attends to the last `window` tokens and the first 64; None: all
     speculation: SpecConfig | None = SpecConfig()  # None: plain decoding

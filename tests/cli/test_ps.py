@@ -2,9 +2,11 @@
 
 import json
 
+import httpx2
 import pytest
 
 from bough.config import ServerConfig
+from bough.server.service import Service
 from tests.server.live import scripted
 
 
@@ -14,6 +16,19 @@ def test_what_a_server_has_in_memory(bough):
         (found,) = json.loads(bough("ps", "--url", f"{server.url}/v1", "--json").stdout)["models"]
     assert shown.exit_code == 0 and "bough-test" in shown.stdout and "0 running" in shown.stdout
     assert (found["name"], found["status"], found["address"]) == ("bough-test", "ok", server.url)
+
+
+def test_how_many_experts_were_on_the_card(bough, monkeypatch):
+    use = {"hits": 883, "misses": 117, "hit_rate": 0.883}
+    with scripted() as server:
+        assert "experts" not in bough("ps", "--url", server.url).stdout
+        assert "bough:experts{" not in httpx2.get(f"{server.url}/metrics").text
+        monkeypatch.setattr(Service, "facts", lambda service: {"experts": use})
+        assert "bough-test: 88.3% of the experts of steps were" in bough("ps", "--url", server.url).stdout
+        (found,) = json.loads(bough("ps", "--url", server.url, "--json").stdout)["models"]
+        metrics = httpx2.get(f"{server.url}/metrics").text
+    assert found["experts"] == use
+    assert 'bough:experts{what="hits"} 883.0' in metrics and 'bough:experts{what="misses"} 117.0' in metrics
 
 
 def test_a_key_is_sent(bough):

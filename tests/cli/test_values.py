@@ -8,7 +8,7 @@ import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bough.cli.values import bias, byte_count, device, memory, memory_or_none, size, unescape
+from bough.cli.values import bias, byte_count, count_or_auto, device, memory, memory_or_none, size, unescape
 from bough.errors import UsageError
 
 
@@ -86,6 +86,14 @@ def test_biases_that_are_none(text):
 )
 def test_amounts_of_memory(text, bytes_):
     assert memory(text) == memory_or_none(text) == bytes_
+
+
+@pytest.mark.parametrize(("text", "count"), [("auto", None), ("0", 0), ("128", 128), (64, 64)])
+def test_counts_or_auto(text, count):
+    assert count_or_auto(text) == count
+    for other in ("", "-1", "half", "1.5"):
+        with pytest.raises(typer.BadParameter, match="is not auto or a number"):
+            count_or_auto(other)
 
 
 @pytest.mark.parametrize("text", ["", "g", "24t", "-1g", "24 g b", "1e9"])

@@ -21,6 +21,7 @@ from bough.kernels.experts.stack import most_chunks, padded
 from bough.kernels.norm_rope import silu_rows
 from bough.kernels.quant_matmul import PackedRows, pack
 from bough.models.decoder import Decoder
+from bough.models.expert_caches import ExpertCaches
 from bough.models.layers import Experts
 from bough.models.spec import ModelSpec
 from bough.models.step import Step
@@ -200,7 +201,7 @@ def test_triton_matmul(type: QuantType, rows: int, each: int) -> None:
     zeros = torch.zeros(columns, device=DEVICE)
     packed = experts_triton.router(x, zeros[None], zeros)[0]
     out = torch.full((rows * 3, size), torch.nan, device=DEVICE)
-    experts_triton.matmul(packed, stack, routing, out)
+    experts_triton.matmul(packed, stack, routing, stack.cold, out)
     expected = reference.expert_matmul(x.double(), stack.unpacked().double(), routing.chosen)
     assert worst_row_error(out, expected) < 3e-3
 
@@ -227,6 +228,26 @@ def test_a_layer_in_tiles_is_the_layer(tiny_model: Callable[..., Path], family: 
         )
     x = torch.randn(1, 7, spec.width)
     assert_close(tiles(x.to(DEVICE)).cpu(), plain(x), tolerance=3e-3)
+
+
+@pytest.mark.interpreted
+def test_a_layer_in_host_memory_has_the_same_bits(tiny_model: Callable[..., Path]) -> None:
+    """Read as users load it, over steps that hit and miss; the counts say how many."""
+    with GGUFFile.open(tiny_model("qwen35moe", width=256, mix="q4_k_m")) as file:
+        spec = ModelSpec.from_gguf(file)
+        assert spec.experts is not None
+        whole, cached = (
+            Experts(spec, WeightLoader(file, device=DEVICE, tiles=True, expert_slots=slots), "blk.0")
+            for slots in (None, spec.experts.count // 2)
+        )
+    caches = ExpertCaches.of([cached])
+    caches.fill(None)
+    x = torch.randn(3, spec.width, device=DEVICE)
+    for rows in (x[:1], x, x[:1], x[:2]):
+        assert_same_bits(cached(rows), whole(rows))
+    use = caches.use
+    assert use is not None and use.hits and use.misses
+    assert sum(map(sum, caches.uses)) == use.hits + use.misses
 
 
 def test_a_row_has_the_same_bits_alone_and_among_others(layer: Layer) -> None:
@@ -313,14 +334,17 @@ def test_the_text_is_that_of_plain_decoding_and_steps_are_captured(
 def test_experts_in_host_memory_give_the_same_bits(tiny: Path) -> None:
     request = Request(prompt=PROMPT, max_tokens=64, sampling=SamplingParams(temperature=0.8, seed=3))
     texts = []
-    for layers in (0, 2, 4):
-        config = EngineConfig(device=str(DEVICE), max_ctx=2048, experts_host=layers)
+    for cold in (0, 2, 6):
+        config = EngineConfig(device=str(DEVICE), max_ctx=2048, experts_host=cold)
         session = load_session(tiny, config)
         assert session.engine.runner.captured
-        stacks = session.engine.target.routed
-        pinned = [stack.data.device.type == "cpu" and stack.data.is_pinned() for stack in stacks]
-        assert sum(pinned) == len(stacks) * layers // 4
+        target = session.engine.target
+        assert isinstance(target, Decoder)
+        pinned = [stack.host is not None and stack.host.is_pinned() for stack in target.routed]
+        assert all(pinned) == bool(cold) == any(pinned)
         texts.append(run(session.engine, request)[0])
+        use = target.expert_caches.use
+        assert (use is not None and use.hits > 0 and use.misses > 0) == bool(cold)
     assert texts[0] == texts[1] == texts[2]
 
 

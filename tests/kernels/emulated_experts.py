@@ -14,13 +14,13 @@ from bough.kernels.runtime.device import Card
 from tests.kernels.emulator import BODIES, compiled, pointers, with_bodies
 
 _RUN = """
-extern "C" void run(int ctas, const u8* w, const float* row_scale, const u8* x, const float* x_scale,
-                    float* y, const int4* chunks, const int* count, const int* order, int blocks,
-                    int depth, int rows, int all_tiles, int expert_tiles, int each, long long group_stride,
+extern "C" void run(int ctas, const u8* w, const u8* cold, const float* row_scale, const u8* x,
+                    const float* x_scale, float* y, const int4* chunks, const int* count, const int* order,
+                    int blocks, int depth, int rows, int expert_tiles, int each, long long group_stride,
                     long long row_stride) {
   launch(ctas, THREADS, [=] {
-    experts(w, row_scale, x, x_scale, y, chunks, count, order, blocks, depth, rows, all_tiles, expert_tiles,
-            each, group_stride, row_stride);
+    experts(w, cold, row_scale, x, x_scale, y, chunks, count, order, blocks, depth, rows, expert_tiles, each,
+            group_stride, row_stride);
   });
 }
 """
@@ -46,10 +46,10 @@ class EmulatedExperts:
         stack, packed, pairs = self._stack, pack_rows(x), len(order)
         out = torch.full((pairs, stack.rows), torch.nan)
         tables = [chunks.int().contiguous(), torch.tensor([len(chunks)]).int(), order.int().contiguous()]
-        tensors = [stack.data, stack.row_scale, packed.data, packed.scale, out, *tables]
-        depth, all_tiles = stack.data.shape[:2]
+        tensors = [stack.data, stack.cold, stack.row_scale, packed.data, packed.scale, out, *tables]
+        depth, expert_tiles = stack.data.shape[1:3]
         blocks = -(-stack.rows // (16 * self._shape.tiles))
-        sizes = (blocks, depth, stack.rows, all_tiles, stack.expert_tiles, pairs // len(x))
+        sizes = (blocks, depth, stack.rows, expert_tiles, pairs // len(x))
         strides = [ctypes.c_longlong(2 * stride) for stride in packed.strides]
         self._run(ctas, *pointers(*tensors), *sizes, *strides)
         return out

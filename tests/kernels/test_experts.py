@@ -32,7 +32,7 @@ def test_chunks_hold_every_pair_once() -> None:
     chosen = torch.tensor([[3, 0], [3, 1], [3, 0]])
     order, chunks = reference.grouped(chosen, 2)
     assert order.tolist() == [1, 5, 3, 0, 2, 4]
-    assert chunks.tolist() == [[0, 0, 2, 0], [1, 2, 1, 0], [3, 3, 2, 0], [3, 5, 1, 0]]
+    assert chunks.tolist() == [[0, 0, 2, 0], [1, 2, 1, 1], [3, 3, 2, 3], [3, 5, 1, 3]]
     assert len(chunks) <= most_chunks(6, 4, 2)
 
 
@@ -60,6 +60,17 @@ def test_the_cuda_kernel_is_the_reference_on_a_cpu(tmp_path: Path) -> None:
         found.append(kernel.matmul(x, *reference.grouped(chosen, tokens), ctas=ctas))
         assert float(((found[-1] - expected).norm(dim=1) / expected.norm(dim=1)).max()) < 2e-3
     assert torch.equal(found[0], found[1])
+    # Wherever the weights are: in any place of the device's memory, or in the host's.
+    cached, tables = stack.cached(3), reference.grouped(chosen, cuda.SEVERAL)
+    for experts_there in ((3, 0, 4), (2, 1, 3)):
+        cached.data.fill_(255)
+        for place, expert in enumerate(experts_there[:2]):
+            cached.data[place] = stack.data[expert]
+        for chunk in tables[1]:
+            expert = int(chunk[0])
+            chunk[3] = experts_there.index(expert) if expert in experts_there[:2] else -1 - expert
+        anywhere = EmulatedExperts(CARDS["RTX 3090"], cached, cuda.SEVERAL, tmp_path)
+        assert torch.equal(anywhere.matmul(x, *tables, ctas=4), found[0])
     alone = kernel.matmul(x[4:5], *reference.grouped(chosen[4:5], cuda.SEVERAL), ctas=9)
     assert torch.equal(alone, found[0][4 * used : 5 * used])
     # Every pair has a row of its own, as for the second matrix.

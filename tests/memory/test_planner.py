@@ -1,5 +1,6 @@
 """Plans for a GPU, made without one: every exact part to the byte, and the KV cache formats chosen."""
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,11 +17,12 @@ from bough.engine.engine import Engine, Request
 from bough.errors import ResourceError, UsageError
 from bough.gguf.reader import GGUFFile
 from bough.gguf.types import QuantType
+from bough.kernels.experts import ExpertStack
 from bough.kernels.kv_cache.format import FORMATS
 from bough.kernels.native import unavailable
 from bough.kernels.sampling.launch import Workspace
 from bough.kernels.sampling.state import SamplingState
-from bough.memory.device import CUDA_CONTEXT, MemoryBudget, assumed_budget
+from bough.memory.device import CUDA_CONTEXT, MemoryBudget, assumed_budget, gib
 from bough.memory.estimate import EMBEDDING, MemoryEstimate, draft_quant, estimate_memory, ring_dtype
 from bough.memory.planner import AUTO_FORMATS, MemoryPlanner, format_names
 from bough.models.decoder import Decoder
@@ -29,16 +31,17 @@ from bough.models.measure import held_bytes, measured
 from bough.models.spec import ModelSpec
 from bough.models.step import largest_padded
 from bough.models.weights import WeightLoader
+from bough.session.expert_uses import ExpertUses
 from bough.state.draft_ring import draft_buffers
 from bough.state.sequences import PAGE, CacheConfig, SequenceStates
-from tests.engine.sparse_pair import pair_27b
+from tests.engine.sparse_pair import pair_27b, pair_35b
 from tests.models.rotated import EMBEDDING as EMBEDDING_NAME
 from tests.models.rotated import Basis
 from tests.tiny_draft import draft_config, save_draft
 from workshop.grow.grow import Growth, grow
 from workshop.tiny import FAMILIES
 
-__all__ = ["pair_27b"]
+__all__ = ["pair_27b", "pair_35b"]
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 GIB = 1 << 30
@@ -68,17 +71,56 @@ def test_weights_in_tiles_to_the_byte(tiny_model: Callable[..., Path], family: s
 def test_experts_in_host_memory_to_the_byte(tiny_model: Callable[..., Path]) -> None:
     with GGUFFile.open(tiny_model("qwen35moe", width=256, mix="q4_k_m")) as file:
         spec = ModelSpec.from_gguf(file)
-        plans = [
+        whole, *plans = [
             estimate_memory(file, spec, EngineConfig(experts_host=count), "cuda", context=256)
-            for count in (0, 3, 4)
+            for count in (0, 3, 6)
         ]
-        loader = WeightLoader(file, device=CPU, tiles=True, host_experts=3)
-        stacks = Decoder(spec, loader, CPU).routed
-    assert plans[0].host_experts == 0 and plans[2].routed < plans[1].routed < plans[0].routed
-    for plan in plans[1:]:
-        assert plans[0].parts["weights"] - plan.parts["weights"] == plan.host_experts
-    # Gate and up joined, and down, of each layer; types differ between layers.
-    assert sum(stack.data.numel() for stack in stacks[:6]) == plans[1].host_experts
+        tile_bytes = measured(file, lambda loader: Decoder(spec, loader, CPU), expert_slots=5).tile_bytes
+        loader = WeightLoader(file, device=CPU, tiles=True, space=tile_bytes, expert_slots=5)
+        decoder = Decoder(spec, loader, CPU)
+        assert loader._space is not None and not len(loader._space)
+        apart = Decoder(spec, WeightLoader(file, device=CPU, tiles=True), CPU)
+    stacks = [stack for stack in decoder.routed if isinstance(stack, ExpertStack) and stack.host is not None]
+    on_host = sum(stack.host.numel() for stack in stacks if stack.host is not None)
+    assert len(stacks) == 2 * len(spec.layers) and whole.host_experts == 0
+    assert all(plan.host_experts == on_host and plan.routed == whole.routed for plan in plans)
+    weights = held_bytes(decoder) - held_bytes(decoder.embed) - on_host
+    assert plans[0].parts["weights"] == weights
+    assert plans[0].dense == weights + on_host * 3 // 8 - whole.routed >= whole.dense
+    # One row takes two of eight experts, and three of eight have no place.
+    assert plans[0].missed_bytes(1) == round(on_host * 2 / 8 * 3 / 8)
+    assert plans[0].missed_bytes(1) < plans[0].missed_bytes(8) < on_host * 3 / 8 and not whole.missed_bytes(8)
+    # Every expert has the same bytes in host memory as it would have on the card.
+    for stack, plain in zip(stacks, apart.routed, strict=True):
+        assert isinstance(plain, ExpertStack) and stack.host is not None
+        assert torch.equal(stack.host, plain.data) and torch.equal(stack.row_scale, plain.row_scale)
+        assert torch.equal(stack.unpacked(), plain.unpacked()) and len(stack.data) == 5
+
+
+def test_the_most_used_experts_have_places(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    path = tiny_model("qwen35moe", width=256, mix="q4_k_m")
+    with GGUFFile.open(path) as file:
+        spec = ModelSpec.from_gguf(file)
+        decoder = Decoder(spec, WeightLoader(file, device=CPU, tiles=True, expert_slots=3), CPU)
+    caches = decoder.expert_caches
+    uses = ExpertUses(tmp_path / "costs.json", path, caches)
+    uses.warm()
+    assert caches.layers[1].cache is not None and caches.layers[1].cache.owners.tolist() == [0, 1, 2]
+    caches.counts[1] = torch.tensor([0, 0, 9, 1, 0, 0, 7, 0])
+    uses.save()
+    again = ExpertUses(tmp_path / "costs.json", path, caches)
+    again.warm()
+    layer = caches.layers[1]
+    assert layer.cache is not None and layer.cache.owners.tolist() == [2, 6, 3]
+    assert layer.cache.places.tolist() == [-1, -1, 0, 2, -1, -1, 1, -1]
+    for stack in layer.stacks:
+        assert stack.host is not None and torch.equal(stack.data, stack.host[[2, 6, 3]])
+    assert not caches.counts.any() and caches.use is not None and caches.use.hits == 0
+    again.save()  # what earlier runs used fades
+    assert json.loads(next(tmp_path.glob("experts-*.json")).read_text())[1] == [0, 0, 4, 0, 0, 0, 3, 0]
+    next(tmp_path.glob("experts-*.json")).write_text("[[1], 2]")
+    ExpertUses(tmp_path / "costs.json", path, caches).warm()
+    assert layer.cache.owners.tolist() == [0, 1, 2]
 
 
 def test_experts_in_host_memory_are_named_and_checked(
@@ -90,16 +132,56 @@ def test_experts_in_host_memory_are_named_and_checked(
             spec = ModelSpec.from_gguf(file)
             return MemoryPlanner.create(file, spec, config, device, assumed_budget(limit)).plan().line()
 
-    assert "of experts in host memory" in planned("qwen35moe", experts_host=2)
-    assert "experts" not in planned("qwen35moe")
-    for family, count, needed in (("qwen35moe", 5, "0 to 4"), ("qwen35", 1, "0: tiny random qwen35 has no")):
+    assert "6 of 8 in each layer cached on the card" in planned("qwen35moe", experts_host=2)
+    assert "experts" not in planned("qwen35moe") and "experts" not in planned("qwen35moe", experts_host=0)
+    for family, count, needed in (("qwen35moe", 7, "0 to 6"), ("qwen35", 1, "0: tiny random qwen35 has no")):
         with pytest.raises(UsageError, match=f"`experts_host` is {count}, needed {needed}"):
             planned(family, experts_host=count)
     with pytest.raises(UsageError, match="on a CPU all weights are in host memory"):
         planned("qwen35moe", CPU, experts_host=1)
-    monkeypatch.setattr("bough.memory.planner.available_memory", lambda device: 1000)
-    with pytest.raises(ResourceError, match="the experts of 2 layers take"):
+    assert planned("qwen35moe", CPU) == planned("qwen35moe", CPU, experts_host=0)
+    monkeypatch.setattr("bough.memory.planner.available_memory", lambda device: GIB + 1000)
+    with pytest.raises(ResourceError, match=r"must stay free: 1\.00 GiB are free"):
         planned("qwen35moe", experts_host=2)
+
+
+@pytest.mark.parametrize("context", [None, 16384])
+def test_experts_take_what_a_card_has_left(
+    pair_35b: Growth, context: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bough.memory.planner.available_memory", lambda device: 64 * GIB)
+    slots = []
+    for size in (8, 12, 16, 48):
+        with GGUFFile.open(pair_35b.target) as file:
+            spec = ModelSpec.from_gguf(file)
+            budget = assumed_budget(size * GIB)
+            plan = MemoryPlanner.create(file, spec, EngineConfig(max_ctx=context), GPU, budget).plan()
+        slots.append(plan.estimate.expert_slots)
+        assert plan.max_ctx >= (context or 32768) and plan.total <= budget.limit
+        if plan.estimate.expert_slots is not None:
+            # There is no room for one more expert of each layer.
+            one = plan.estimate.host_experts // 256
+            assert budget.limit - plan.total < 2 * one + 64 * plan.kv_per_token, gib(
+                budget.limit - plan.total
+            )
+    assert slots[3] is None and 8 <= slots[0] < slots[1] < slots[2] < 256
+    monkeypatch.setattr("bough.memory.planner.available_memory", lambda device: 12 * GIB)
+    with GGUFFile.open(pair_35b.target) as file:
+        planner = MemoryPlanner.create(file, spec, EngineConfig(), GPU, assumed_budget(12 * GIB))
+        with pytest.raises(ResourceError, match="do not fit on the card and take"):
+            planner.plan()
+
+
+def test_who_wants_all_experts_on_the_card_is_told_of_auto(
+    pair_35b: Growth, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bough.memory.planner.available_memory", lambda device: 64 * GIB)
+    with GGUFFile.open(pair_35b.target) as file:
+        config = EngineConfig(experts_host=0)
+        planner = MemoryPlanner.create(file, ModelSpec.from_gguf(file), config, GPU, assumed_budget(12 * GIB))
+        with pytest.raises(ResourceError) as failed:
+            planner.plan()
+    assert "`experts_host` auto" in failed.value.hint
 
 
 @pytest.mark.parametrize("expand", [True, False])

@@ -214,6 +214,10 @@ def test_routed_experts(tiny_model: Callable[..., Path]) -> None:
     routed = [module for module in found.modules if "experts" in module._most_shared]
     assert {each.name for each in found.launches} >= {"_router_kernel", "_route_kernel", "_combine_kernel"}
     assert len(routed) % 3 == 0 and routed
+    cached = {"_resolve_kernel", "_rounds_kernel", "_copy_kernel"}
+    assert {each.name for each in found.launches} >= cached
+    whole = dry_run(path, EngineConfig("cuda", max_ctx=256))
+    assert {each.name for each in found.launches} - {each.name for each in whole.launches} == cached
 
 
 def test_a_chunk_with_images(tiny_model: Callable[..., Path]) -> None:

@@ -204,7 +204,7 @@ def reads_of(file: GGUFFile, config: EngineConfig) -> Reads:
     if estimate.widened or not estimate.expanded:
         raise UsageError(f"{file.path.name} has types whose matmuls were not measured: no prediction")
     head = file.tensors["token_embd.weight" if spec.tied_head else "output.weight"].nbytes
-    matrices = estimate.parts["weights"] - estimate.routed - (0 if spec.tied_head else head)
+    matrices = estimate.dense - (0 if spec.tied_head else head)
     return Reads(spec, matrices, head, estimate.routed, estimate.parts.get("draft", 0))
 
 

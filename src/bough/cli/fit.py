@@ -65,13 +65,16 @@ def survey(file: "GGUFFile", spec: "ModelSpec", config: EngineConfig) -> dict[st
         "shared_tokens": plan.kv_tokens,
         "reason": plan.reason,
         "host_embedding": plan.host_embedding,
+        "expert_slots": plan.estimate.expert_slots,
         "prefill_chunk": plan.prefill_chunk,
         "parts": dict(plan.parts),
         "total_bytes": plan.total,
         "line": with_flags(plan.line()),
         "notes": [with_flags(note) for note in plan.notes()],
     }
-    return facts | {"plan": summary, "speeds": _speeds(file, config, device, here=here)}
+    # Nothing is predicted of experts that are read over a bus.
+    speeds = [] if plan.estimate.host_experts else _speeds(file, config, device, here=here)
+    return facts | {"plan": summary, "speeds": speeds}
 
 
 def _speeds(

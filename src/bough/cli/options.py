@@ -19,8 +19,8 @@ import typer
 from bough.cli import aliases
 from bough.cli.command import Command
 from bough.cli.completion import model_names
+from bough.cli.values import count_or_auto, kept, memory, memory_or_none, size
 from bough.cli.values import device as device_name
-from bough.cli.values import kept, memory, memory_or_none, size
 from bough.config import EFFORTS, CompressConfig, EngineConfig
 from bough.errors import UsageError
 
@@ -259,10 +259,11 @@ class EngineOptions:
         "Most tokens of an image; larger ones are made smaller.", "N 64..16384", default=DEFAULTS.image_tokens
     )
     vram_limit: VramLimit = None
-    experts_host: int = _engine(
-        "Keep the routed experts of N layers in host memory; a GPU reads some over the bus, more slowly.",
-        "N 0..",
-        default=0,
+    experts_host: int | None = _engine(
+        "Keep the routed experts in host memory, and a cache on the GPU that has all but N of each layer. "
+        "0: all are on the GPU. Default: auto, as many as do not fit.",
+        "auto|N 0..",
+        parser=count_or_auto,
     )
     prefill: Prefill = _engine(
         "Matmuls of prompts. int8: with 8 bits, on a GPU; approximate, and slower on an H200: "

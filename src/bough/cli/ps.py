@@ -56,6 +56,8 @@ def _show(models: list[dict[str, Any]]) -> None:
         rows = [_row(model) for model in models if model["address"] == base]
         view.table(base, ["model", "state", "requests", "memory", "context"], rows, texts=TEXTS)
     for model in models:
+        if (experts := model["experts"]) is not None:
+            view.plain(f"{model['name']}: {experts['hit_rate']:.1%} of the experts of steps were on the card")
         for warning in model["warnings"]:
             view.plain(f"{model['name']}: {with_flags(warning)}")
 
@@ -79,6 +81,7 @@ def _models(base: str, key: str | None) -> list[dict[str, Any]]:
                 "context": each["context_length"],
                 "device": each["device"],
                 "warnings": each.get("warnings", []),
+                "experts": each.get("experts"),
                 "address": base,
             }
             for each in answer.json()["models"]

@@ -58,6 +58,13 @@ def memory_or_none(text: str | int) -> int:
     return 0 if str(text).strip() == "0" else memory(text)
 
 
+def count_or_auto(text: str | int) -> int | None:
+    """Return a number; None for auto."""
+    if not re.fullmatch(r"auto|[0-9]{1,6}", str(text)):
+        raise typer.BadParameter(f"{str(text)!r} is not auto or a number")
+    return None if text == "auto" else int(text)
+
+
 def device(text: str) -> str:
     """Return the name of a device: auto, cpu, cuda or cuda:N."""
     if re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", text) is None:

@@ -73,16 +73,35 @@ class MemoryEstimate:
     native: bool = False  # the native CPU library runs the model
     native_gap: str = ""  # why it does not, although it is asked for
     sequences: int = 1  # that run at once
-    routed: int = 0  # bytes of the weights that are those of routed experts
-    host_experts: int = 0  # bytes of routed experts in host memory, which are not among the weights
+    routed: int = 0  # bytes of all routed experts
+    # Of those in host memory: bytes, and how many of a layer's have a place among the weights. None: all are.
+    host_experts: int = 0
+    expert_slots: int | None = None
+
+    @property
+    def dense(self) -> int:
+        """Return the bytes of the weights that every step reads: all but those of routed experts."""
+        experts = self.spec.experts
+        elsewhere = 0
+        if experts is not None and self.expert_slots is not None:
+            elsewhere = self.host_experts * (experts.count - self.expert_slots) // experts.count
+        return self.parts["weights"] + elsewhere - self.routed
+
+    def unread(self, rows: int) -> float:
+        """Return the share of experts that a step of `rows` rows does not use, if they choose at random."""
+        experts = self.spec.experts
+        return 0.0 if experts is None else (1 - experts.used / experts.count) ** rows
 
     def read_bytes(self, rows: int) -> int:
         """Return the bytes of weights that a step of `rows` rows reads, if rows choose experts at random."""
-        experts, weights = self.spec.experts, self.parts["weights"]
-        if experts is None:
-            return weights
-        unread = self.routed * (1 - experts.used / experts.count) ** rows
-        return weights - round(unread)
+        return self.dense + round(self.routed * (1 - self.unread(rows)))
+
+    def missed_bytes(self, rows: int) -> int:
+        """Return the bytes of experts that such a step copies, if those that have a place are like others."""
+        experts = self.spec.experts
+        if experts is None or self.expert_slots is None:
+            return 0
+        return round(self.host_experts * (1 - self.unread(rows)) * (1 - self.expert_slots / experts.count))
 
     def without_kv(self, *, host_embedding: bool = False) -> int:
         return sum(self.parts.values()) - (self.parts[EMBEDDING] if host_embedding else 0)
@@ -151,11 +170,12 @@ def estimate_memory(
     """
     place = _Place(device_type, context, config.parallel or 1, expand, native)
     on_gpu, sequences = place.tiles, place.slots
-    loader = place.loader(file, host_experts=config.experts_host if on_gpu else 0)
+    slots = spec.experts.count - config.experts_host if spec.experts and config.experts_host else None
+    loader = place.loader(file, expert_slots=slots)
     target = Decoder(spec, loader, _CPU)
     if config.draft is not None and config.draft.shortlist is not None:
         target.limit_drafts(config.draft.shortlist)
-    parts = _packed_bytes(file, spec) if native else _weight_bytes(target)
+    parts = _packed_bytes(file, spec) if native else _weight_bytes(target, loader.host_bytes)
     draft = _draft_need(file, spec, config, place)
     parts |= draft.parts
     item, encoding = place.dtype.itemsize, 0
@@ -186,13 +206,16 @@ def estimate_memory(
         for chunk in _chunk_sizes(config, device_type)
     }
     expanded, routed = on_gpu or native or expand, held_bytes(target.routed)
-    more: dict[str, Any] = {"sequences": sequences, "routed": routed, "host_experts": loader.host_bytes}
+    if spec.experts is not None and slots is not None:
+        routed -= loader.host_bytes * slots // spec.experts.count  # in host memory all of them are
+    more: dict[str, Any] = {"sequences": sequences, "routed": routed}
+    more |= {"host_experts": loader.host_bytes, "expert_slots": slots}
     return MemoryEstimate(spec, parts, prefill, rows, expanded, widened, native, **more)
 
 
-def _weight_bytes(target: Decoder) -> dict[str, int]:
+def _weight_bytes(target: Decoder, on_host: int) -> dict[str, int]:
     embedding = held_bytes(target.embed)
-    return {"weights": held_bytes(target) - embedding, EMBEDDING: embedding}
+    return {"weights": held_bytes(target) - embedding - on_host, EMBEDDING: embedding}
 
 
 def _packed_bytes(file: GGUFFile, spec: ModelSpec) -> dict[str, int]:

@@ -60,6 +60,7 @@ _SMALL = 32 << 20  # bytes of weights: such a model is fast in any way
 # Sequences to try on a GPU where their number was not requested, and the share of memory that those beyond
 # the first may take from a context that had to be shortened anyway.
 _SEQUENCES, _SEQUENCES_SHARE = (8, 6, 4, 3, 2), 1 / 16
+_HOST_SPARE = 1 << 30  # bytes of main memory that pinned experts leave to other programs
 _SPARE = 0.1  # share kept free of a CPU's memory, and of a GPU's with 16-bit formats
 
 
@@ -151,8 +152,10 @@ class MemoryPlan:
     def line(self) -> str:
         """Return formats, context and total in one line, printed at start-up."""
         embedding = f", token embedding in host memory ({gib(self.estimate.parts[EMBEDDING])})"
-        experts = self.estimate.host_experts
-        host = f", {gib(experts)} of experts in host memory, read over the bus" if experts else ""
+        slots, host = self.estimate.expert_slots, ""
+        if slots is not None and (experts := self.estimate.spec.experts) is not None:
+            host = f", experts in host memory ({gib(self.estimate.host_experts)}),"
+            host += f" {slots} of {experts.count} in each layer cached on the card"
         shared = f", {self.sequences} requests at once share {self.kv_tokens:,}" if self.sequences > 1 else ""
         return (
             f"KV cache in {format_names(self.kv)} ({self.reason}), context {self.max_ctx:,} tokens{shared}, "
@@ -209,7 +212,7 @@ class MemoryPlanner:
         if device_type == "cpu" and config.weights == "auto" and estimate.without_kv() >= 0.8 * budget.free:
             estimate = estimated(expand=False)
         estimate = replace(estimate, native_gap=gap)
-        _check_host(estimate, config)
+        _check_host(estimate)
         return cls(file, spec, config, device, budget, estimate, candidates)
 
     @property
@@ -218,8 +221,42 @@ class MemoryPlanner:
 
     def plan(self) -> MemoryPlan:
         """Return the best plan that fits; raise ResourceError with alternatives if none does."""
+        if (cached := self._if_too_large()) is not None:
+            return cached.plan()
         plan = self._planned()
         return self._widened(plan) if self.config.parallel is None and self._on_gpu else plan
+
+    def _if_too_large(self) -> "MemoryPlanner | None":
+        """Return a planner with experts in host memory, if the model has some and all of it does not fit."""
+        if self.config.experts_host is not None or self.spec.experts is None or not self._on_gpu:
+            return None
+        try:
+            short = self._planned().max_ctx < min(self.context, _PREFERRED_CTX)
+        except ResourceError:
+            return self._with_cache()
+        try:
+            return self._with_cache() if short else None
+        except ResourceError:
+            return None  # too little main memory: a short context it is
+
+    def _with_cache(self) -> "MemoryPlanner | None":
+        """Return a planner with as many experts on the card as fit beside a context; None if too few do."""
+        experts = self.spec.experts
+        if experts is None or not self._on_gpu:
+            return None
+        least = self._holding(experts.used)
+        context = self.config.max_ctx or min(self.context, _PREFERRED_CTX)
+        fit = (least if self.config.max_ctx is not None else least._without_lossy())._best_fit(context)
+        if fit is None:
+            return None
+        room = least._limit(fit[0]) - least._total(fit[0], context, fit[1])
+        more = room * experts.count // least.estimate.host_experts
+        return self._holding(min(experts.count - 1, experts.used + more))
+
+    def _holding(self, slots: int) -> "MemoryPlanner":
+        assert self.spec.experts is not None
+        config = replace(self.config, experts_host=self.spec.experts.count - slots)
+        return MemoryPlanner.create(self.file, self.spec, config, self.device, self.budget)
 
     def _widened(self, plan: MemoryPlan) -> MemoryPlan:
         """Return the plan for as many sequences as fit, with the same formats and load options."""
@@ -298,6 +335,7 @@ class MemoryPlanner:
 
     def _limit(self, formats: KVFormats) -> int:
         choosing = len(self.candidates) > 1 and not any(format.quantised for format in formats)
+        choosing = choosing and self.estimate.expert_slots is None  # experts take what is free
         limit = self.budget.limit
         return int((1 - _SPARE) * limit) if choosing or not self._on_gpu else limit
 
@@ -382,8 +420,8 @@ class MemoryPlanner:
         if (other := others._best_fit(context)) is not None:
             k, v = (format.name for format in other[0])
             yield f"`kv` {k}" if k == v else f"`kv_k` {k} `kv_v` {v}"
-        if (experts := self._experts_that_fit(context)) is not None:
-            yield f"`experts_host` {experts}"
+        if self.config.experts_host is not None and self._fits_with_cache():
+            yield "`experts_host` auto"
         for setting, lighter in _lighter_drafts(self.config):
             planner = MemoryPlanner.create(self.file, self.spec, lighter, self.device, self.budget)
             if planner._best_fit(context) is not None:
@@ -394,22 +432,17 @@ class MemoryPlanner:
         left = self.estimate.parts["weights"] - excess
         yield f"a model whose weights take {gib(left)}" if left > 0 else "a smaller model"
 
-    def _experts_that_fit(self, context: int) -> int | None:
-        """Return how many layers' experts in host memory make the model fit, if that is possible."""
-        routed, layers = self.estimate.routed, len(self.spec.layers)
-        if not routed or not self._on_gpu:
-            return None
-        left = layers - self.config.experts_host
-        excess = self._total(self.candidates[-1], context, self._load_options()[-1])
-        excess -= self._limit(self.candidates[-1])
-        # Layers may differ in size: one more than the average says.
-        needed = self.config.experts_host + -(-excess * left // routed) + 1
-        return needed if needed <= layers else None
+    def _fits_with_cache(self) -> bool:
+        try:
+            return self._with_cache() is not None
+        except ResourceError:
+            return False
 
 
 def _check_experts(spec: ModelSpec, config: EngineConfig, device_type: DeviceType) -> None:
     """Raise for experts in host memory where there are none, or where all weights are there anyway."""
-    count, most = config.experts_host, len(spec.layers) if spec.experts is not None else 0
+    experts, count = spec.experts, config.experts_host or 0
+    most = experts.count - experts.used if experts is not None else 0
     if not 0 <= count <= most:
         which = f"0 to {most}" if most else f"0: {spec.name} has no routed experts"
         raise UsageError(f"`experts_host` is {count}, needed {which}")
@@ -417,16 +450,17 @@ def _check_experts(spec: ModelSpec, config: EngineConfig, device_type: DeviceTyp
         raise UsageError(f"`experts_host` is {count}, but on a CPU all weights are in host memory")
 
 
-def _check_host(estimate: MemoryEstimate, config: EngineConfig) -> None:
-    """Raise if host memory does not hold the experts that are to stay there."""
+def _check_host(estimate: MemoryEstimate) -> None:
+    """Raise if host memory does not hold the experts that are to be there."""
     if not estimate.host_experts:
         return
     free = available_memory(torch.device("cpu"))
-    if estimate.host_experts > free:
+    if estimate.host_experts + _HOST_SPARE > free:
         raise ResourceError(
-            f"the experts of {config.experts_host} layers take {gib(estimate.host_experts)} of host memory, "
+            f"the experts of {estimate.spec.name} do not fit on the card and take "
+            f"{gib(estimate.host_experts)} of main memory, of which {gib(_HOST_SPARE)} must stay free: "
             f"{gib(free)} are free",
-            "set a smaller `experts_host`",
+            "end other programs, take a smaller quantisation, or run it on the CPU alone: `device` cpu",
         )
 
 

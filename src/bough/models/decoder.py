@@ -15,6 +15,7 @@ from bough.kernels.delta_rule import DeltaRows, tree_order
 from bough.kernels.norm_rope import add_rms_norm, rms_norm, rope_angles
 from bough.kernels.quant_matmul import ROW_BLOCK, Layout, PackedRows, PackedWeight, Unfinished
 from bough.kernels.slot_mapping import SlotMapping, slot_mapping
+from bough.models.expert_caches import ExpertCaches
 from bough.models.layers import (
     Attention,
     Experts,
@@ -118,8 +119,8 @@ class Block:
         self._mixer.fused = self._ffn_norm.pack and not self._closing
 
     @property
-    def routed(self) -> Sequence[Any]:
-        return self._ffn.routed if isinstance(self._ffn, Experts) else ()
+    def experts(self) -> Experts | None:
+        return self._ffn if isinstance(self._ffn, Experts) else None
 
     def __call__(
         self,
@@ -159,6 +160,8 @@ class Decoder:
         self._int8_prefill = loader.int8_prefill
         self.embed: Embedding = loader.embedding("token_embd.weight", spec.vocab_size, spec.width)
         self._blocks = [Block(spec, loader, i) for i in range(len(spec.layers))]
+        self._experts = [block.experts for block in self._blocks if block.experts is not None]
+        self.expert_caches = ExpertCaches.of(self._experts)
         self._norm = loader.vector("output_norm.weight", spec.width)
         head = "token_embd.weight" if spec.tied_head else "output.weight"
         self._head: Matrix = loader.matrix(head, spec.vocab_size, spec.width)
@@ -189,21 +192,22 @@ class Decoder:
         dtype: torch.dtype = torch.float32,
         expand: bool = True,
         host_embedding: bool = False,
-        host_experts: int = 0,
+        expert_slots: int | None = None,
         int8_prefill: bool = False,
         progress: Progress | None = None,
     ) -> "Decoder":
         """Read all weights and hold them as `dtype`; without `expand` they stay quantised.
 
-        `host_embedding`: the embedding table stays in the host's pinned memory; `host_experts`: the routed
-        experts of that many first layers do. `int8_prefill`: prompts are multiplied in int8, on a GPU.
+        `host_embedding`: the embedding table stays in the host's pinned memory; `expert_slots`: routed
+        experts do, and so many of each layer have a place on the device. `int8_prefill`: prompts are
+        multiplied in int8, on a GPU.
         """
         device = torch.device(device)
         spec = ModelSpec.from_gguf(file)
         check_decodable(info.type for info in file.tensors.values())
         # Before weights are read, which may take minutes.
-        plan = check_tensors(file, spec, host_experts=host_experts)
-        hosted = {"host_embedding": host_embedding, "host_experts": host_experts}
+        plan = check_tensors(file, spec, expert_slots=expert_slots)
+        hosted = {"host_embedding": host_embedding, "expert_slots": expert_slots}
         options = {"dtype": dtype, "expand": expand, "int8_prefill": int8_prefill, "progress": progress}
         with weight_loader(file, plan, device, **options, **hosted) as loader:
             return cls(spec, loader, device)
@@ -211,7 +215,7 @@ class Decoder:
     @property
     def routed(self) -> Sequence[Any]:
         """Return the matrices of routed experts, of which a step reads some."""
-        return [matrices for block in self._blocks for matrices in block.routed]
+        return [matrices for layer in self._experts for matrices in layer.routed]
 
     @property
     def threads(self) -> int:
@@ -397,13 +401,13 @@ def rope_frequencies(
     return frequencies
 
 
-def check_tensors(file: GGUFFile, spec: ModelSpec, *, host_experts: int = 0) -> MeasuringLoader:
+def check_tensors(file: GGUFFile, spec: ModelSpec, *, expert_slots: int | None = None) -> MeasuringLoader:
     """Raise if a tensor is missing or not used: the model would compute something else.
 
     MTP blocks may be unused. Return the order of the tensors and the bytes of the weights as tiles.
     """
     cpu = torch.device("cpu")
-    plan = measured(file, lambda loader: Decoder(spec, loader, cpu), host_experts=host_experts)
+    plan = measured(file, lambda loader: Decoder(spec, loader, cpu), expert_slots=expert_slots)
     prediction = {f"blk.{len(spec.layers) + i}" for i in range(spec.mtp_layers)}
     for name in plan.unread():
         if name != CLASSIFIER and ".".join(name.split(".")[:2]) not in prediction:

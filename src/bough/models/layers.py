@@ -11,7 +11,7 @@ from torch.nn.functional import silu
 from bough.kernels.attention import SINKS, PagedContext, chunk_attention, paged_attention
 from bough.kernels.causal_conv import ConvRows, ConvWeights, chunk_heads, tree_conv
 from bough.kernels.delta_rule import DeltaRows, fold_path, slot_delta, tree_delta
-from bough.kernels.experts import ExpertStack, combine, expert_matmul, route_rows
+from bough.kernels.experts import ExpertCache, ExpertStack, combine, expert_matmul, placed, route_rows
 from bough.kernels.experts import reference as plain_experts
 from bough.kernels.norm_rope import add_rms_norm, cache_heads, gated_rms_norm, silu_mul, silu_rows
 from bough.kernels.quant_matmul import PackedRows, PackedWeight, Unfinished, pack_rows
@@ -229,6 +229,9 @@ class Experts:
         if inner := experts.shared_width:
             self._shared = FeedForward(loader, block, width=width, inner=inner, suffix="_shexp")
             self._shared_gate = loader.vector(f"{block}.ffn_gate_inp_shexp.weight", width)
+        self.stacks = [stack for stack in self.routed if isinstance(stack, ExpertStack)]
+        on_host = any(stack.host is not None for stack in self.stacks)
+        self.cache = ExpertCache.of(self.stacks) if on_host else None
 
     @property
     def routed(self) -> Sequence[ExpertStack | tuple[Matrix, ...]]:
@@ -246,15 +249,16 @@ class Experts:
 
     def _grouped(self, x: Tensor) -> Tensor:
         """Multiply with all chosen experts at once; no host/device synchronisation."""
-        stacks = [stack for stack in (*self._gate_up, self._down) if isinstance(stack, ExpertStack)]
-        layouts = {stack.layout for stack in stacks}
+        layouts = {stack.layout for stack in self.stacks}
         packed, logits, routing = route_rows(
             x, self._router, self._shared_gate, used=self._used, layouts=layouts
         )
+        if self.cache is not None:
+            routing = placed(routing, self.cache, self.stacks)
         shared = torch.zeros_like(x)
         if self._shared is not None:
             shared = self._shared(packed if self._shared.takes_packed else x)
-        *inner, down = stacks
+        *inner, down = self.stacks
         parts = [expert_matmul(packed, stack, routing) for stack in inner]
         gate, up = parts if len(parts) > 1 else parts[0].chunk(2, -1)
         outputs = expert_matmul(silu_rows(gate, up), down, routing)

@@ -42,6 +42,6 @@ class _Recorder(MeasuringLoader):
         self.matmuls.append((tuple(self._made), columns))
         return result
 
-    def _tile(self, packed: Tensor, type: QuantType, *, layouts: bool = True) -> PackedWeight:
+    def _tile(self, packed: Tensor, type: QuantType) -> PackedWeight:
         self._made.append((tile_type(type), len(packed)))
-        return super()._tile(packed, type, layouts=layouts)
+        return super()._tile(packed, type)

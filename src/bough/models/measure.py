@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -52,17 +53,16 @@ class MeasuringLoader(WeightLoader):
         columns = packed.shape[-1] // source.block_bytes * source.block_elements
         return packed.new_empty(*packed.shape[:-1], type.row_bytes(columns))
 
-    def _tile(self, packed: Tensor, type: QuantType, *, layouts: bool = True) -> PackedWeight:
+    def _tile(self, packed: Tensor, type: QuantType) -> PackedWeight:
         columns = packed.shape[1] // type.block_bytes * type.block_elements
         weight = empty_packed(type, len(packed), columns, META)
         self.tile_bytes += weight.nbytes
         return weight
 
-    def _host_tiles(self, packed: Tensor, type: QuantType) -> PackedWeight:
-        columns = packed.shape[1] // type.block_bytes * type.block_elements
-        weight = empty_packed(type, len(packed), columns, META)
-        self.host_bytes += weight.nbytes
-        return replace(weight, data=torch.empty(0, dtype=torch.uint8, device=META))
+    def _expert_memory(self, shape: tuple[int, ...], *, pinned: bool = False) -> Tensor:
+        self.host_bytes += prod(shape) if pinned else 0
+        self.tile_bytes += 0 if pinned else prod(shape)
+        return torch.empty(shape, dtype=torch.uint8, device=META)
 
     def _joined(self, parts: list[Tensor]) -> Tensor:
         return parts[0].new_empty(sum(map(len, parts)), *parts[0].shape[1:])
@@ -76,10 +76,10 @@ class MeasuringLoader(WeightLoader):
 
 
 def measured(
-    source: TensorSource, build: Callable[[WeightLoader], Any], *, host_experts: int = 0
+    source: TensorSource, build: Callable[[WeightLoader], Any], *, expert_slots: int | None = None
 ) -> MeasuringLoader:
     """Return the loader with which `build` has made a model: it holds the order of its tensors."""
-    loader = MeasuringLoader(source, tiles=True, host_experts=host_experts)
+    loader = MeasuringLoader(source, tiles=True, expert_slots=expert_slots)
     build(loader)
     return loader
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, takewhile
+from math import prod
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,7 +17,7 @@ from bough.gguf.reader import TensorInfo
 from bough.gguf.rotation import KeyedTensors, rotation_of
 from bough.gguf.types import TWO_BITS, QuantType, tile_type
 from bough.kernels.embedding import embed, gather_rows
-from bough.kernels.experts import ExpertStack, padded
+from bough.kernels.experts import ExpertStack, padded, stack_shape
 from bough.kernels.hadamard import BlockRotation
 from bough.kernels.quant_matmul import (
     Layout,
@@ -35,6 +36,7 @@ from bough.kernels.quant_matmul import (
     supports_row_scales,
     with_int8,
 )
+from bough.models.pinned import pinned_memory
 from bough.models.staging import StagedReader
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
@@ -213,12 +215,12 @@ class RotatedBases:
         return self._bases[key]
 
 
-def _note_growth(widened: dict[QuantType, int], infos: Sequence[TensorInfo], weight: PackedWeight) -> None:
+def _note_growth(widened: dict[QuantType, int], infos: Sequence[TensorInfo], nbytes: int) -> None:
     """Count what matrices in tiles take more than in the file, where no kernel knows their types."""
     elements = sum(info.elements for info in infos)
     for info in infos:
         if not has_layout(info.type) and info.type.bits_per_weight < 16:
-            extra = weight.nbytes * info.elements // elements - info.nbytes
+            extra = nbytes * info.elements // elements - info.nbytes
             widened[info.type] = widened.get(info.type, 0) + extra
 
 
@@ -246,23 +248,23 @@ class WeightLoader:
         tiles: bool | None = None,
         space: int | None = None,
         host_embedding: bool = False,
-        host_experts: int = 0,
+        expert_slots: int | None = None,
         int8_prefill: bool = False,
         staged: StagedReader | None = None,
         progress: Progress | None = None,
     ):
         """`tiles`: as on a GPU; None: if it is one. `space`: bytes of all tiles, in one allocation then,
         since an allocator rounds each piece up. `host_embedding`: its rows stay in pinned memory.
-        `host_experts`: the routed experts of that many first layers do, in tiles. `int8_prefill`: the large
-        matrices of layers, without routed experts, are multiplied in int8 for prompts. `staged`: reads the
-        tensors ahead.
+        `expert_slots`: routed experts do, in tiles, and so many of each layer have a place on the device.
+        `int8_prefill`: the large matrices of layers, without routed experts, are multiplied in int8 for
+        prompts. `staged`: reads the tensors ahead.
         """
         self._file = file
         self._rotation = RotatedBases(file, device)
         self._device = device
         self._tiles = device.type == "cuda" if tiles is None else tiles
         self._space = None if space is None else torch.empty(space, dtype=torch.uint8, device=device)
-        self._host_embedding, self._host_experts = host_embedding, host_experts
+        self._host_embedding, self._expert_slots = host_embedding, expert_slots
         self.int8_prefill = int8_prefill
         self._staged = staged
         self._expand = expand and not self._tiles
@@ -368,19 +370,25 @@ class WeightLoader:
 
     def _tile_stack(self, names: Sequence[str], type: QuantType, rows: int) -> ExpertStack:
         parts = [self._weight(name) for name in names]
-        whole = len(parts) * rows
+        (count, _, row_bytes), whole = parts[0].shape, len(parts) * rows
         stacked = self._stacked(parts, padded(whole) - whole)
-        if int(names[0].split(".")[1]) < self._host_experts:
-            return ExpertStack.of(self._host_tiles(stacked, type), len(parts[0]), whole)
-        weight = self._tile(stacked, type, layouts=False)
-        _note_growth(self.widened, [self._file.tensors[name] for name in names], weight)
-        return ExpertStack.of(weight, len(parts[0]), whole)
+        shape = stack_shape(type, whole, row_bytes // type.block_bytes * type.block_elements)
+        slots = count if self._expert_slots is None else self._expert_slots
+        data = self._expert_memory((slots, *shape))
+        if self._expert_slots is None:
+            _note_growth(self.widened, [self._file.tensors[name] for name in names], data.numel())
+            return ExpertStack.packed(stacked, type, whole, data)
+        host = self._expert_memory((count, *shape), pinned=True)
+        return ExpertStack.packed(stacked, type, whole, host).cached(slots, data)
 
-    def _host_tiles(self, packed: Tensor, type: QuantType) -> PackedWeight:
-        """Return tiles in host memory, pinned so that a GPU can read them; their row scales on the device."""
-        weight = pack(packed, type)
-        data = weight.data.cpu()
-        return replace(weight, data=data.pin_memory() if self._device.type == "cuda" else data)
+    def _expert_memory(self, shape: tuple[int, ...], *, pinned: bool = False) -> Tensor:
+        """Return memory of the device, from the one allocation if there is one, or of the host."""
+        if pinned:
+            return pinned_memory(shape, self._device)
+        if self._space is None:
+            return torch.empty(shape, dtype=torch.uint8, device=self._device)
+        data, self._space = self._space[: prod(shape)], self._space[prod(shape) :]
+        return data.view(shape)
 
     def _stacked(self, parts: list[Tensor], missing: int) -> Tensor:
         """Return stacks [E, N, row bytes] as rows, each expert's together, filled up by `missing` ones."""
@@ -453,17 +461,16 @@ class WeightLoader:
         ):
             joined = list(run)
             weight = self._tile(self._joined([self._weight(name) for name in joined]), type)
+            self.layouts.add(weight.layout)
             infos = [self._file.tensors[name] for name in joined]
-            _note_growth(self.widened, infos, weight)
+            _note_growth(self.widened, infos, weight.nbytes)
             int8_rows = _int8_rows(infos) if self.int8_prefill else 0
             yield Matrix(with_int8(weight, int8_rows), None, self._rotation(joined[0]))
 
-    def _tile(self, packed: Tensor, type: QuantType, *, layouts: bool = True) -> PackedWeight:
+    def _tile(self, packed: Tensor, type: QuantType) -> PackedWeight:
         weight = pack(packed, type, self._space)
         if self._space is not None:
             self._space = self._space[weight.nbytes :]
-        if layouts:
-            self.layouts.add(weight.layout)
         return weight
 
     def _expand_into(self, out: Tensor, packed: Tensor, type: QuantType) -> None:

@@ -10,6 +10,7 @@ from bough.config import EngineConfig
 from bough.gguf.reader import GGUFFile
 from bough.hub.names import GGUFSet
 from bough.memory.planner import format_names
+from bough.session.expert_uses import caches_of
 from bough.session.session import Session
 
 
@@ -48,6 +49,12 @@ def _proposer(session: Session, config: EngineConfig) -> str:
     return "mtp" if session.engine.drafter.features.taps else "lookup"
 
 
+def _experts(session: Session) -> Mapping[str, Any] | None:
+    """Return how many experts of steps had a place on the device; None: all have one."""
+    use = caches_of(session.engine.target).use
+    return None if use is None else {"hits": use.hits, "misses": use.misses, "hit_rate": round(use.share, 4)}
+
+
 def model_facts(session: Session, path: Path, config: EngineConfig) -> Mapping[str, Any]:
     model, states = session.engine.target, session.engine.states
     return {
@@ -69,6 +76,7 @@ def model_facts(session: Session, path: Path, config: EngineConfig) -> Mapping[s
         "warnings": session.engine.drafter.notes(-1).warnings,
         "budget": config.speculation.budget if config.speculation else 0,
         "prefix_cache": dataclasses.asdict(session.engine.prefixes.usage),
+        "experts": _experts(session),
         "compress": config.compress.mode,
         "chain": bool(config.speculation and config.speculation.chain),
     }

@@ -50,6 +50,12 @@ class Metrics:
         self._prefix_cache = Gauge(
             f"{PREFIX}prefix_cache", "Contents of the prefix cache", ("what",), registry=registry
         )
+        self._experts = Gauge(
+            f"{PREFIX}experts",
+            "Distinct experts of steps, where some are in host memory",
+            ("what",),
+            registry=registry,
+        )
         self._checking = Gauge(
             f"{PREFIX}num_requests_checking", "Requests checked before the queue", registry=registry
         )
@@ -88,6 +94,9 @@ class Metrics:
         usage = [each.facts().get("prefix_cache", {}) for each in ready]
         total = {what: sum(each[what] for each in usage) for what in (usage[0] if usage else ())}
         self.observe([each.worker for each in services], total)
+        experts = [use for each in ready if (use := each.facts().get("experts")) is not None]
+        for what in ("hits", "misses") if experts else ():
+            self._experts.labels(what).set(sum(use[what] for use in experts))
         self._checking.set(sum(each.checks.count for each in services))
         return generate_latest(self._registry)
 

@@ -233,6 +233,7 @@ class About:
             **state,
             "device": facts.get("device", ""),
             "warnings": facts.get("warnings", []),
+            "experts": facts.get("experts"),
         }
 
 

@@ -147,7 +147,8 @@ def rehearse(file: GGUFFile, config: EngineConfig, plan: MemoryPlan, device: tor
     """Run the work of a model without weights once, within a dry run."""
     spec = plan.estimate.spec
     int8 = config.prefill == "int8"
-    loader = MeasuringLoader(file, tiles=True, host_embedding=plan.host_embedding, int8_prefill=int8)
+    hosted = {"host_embedding": plan.host_embedding, "expert_slots": plan.estimate.expert_slots}
+    loader = MeasuringLoader(file, tiles=True, int8_prefill=int8, **hosted)
     target, drafter = Decoder(spec, loader, device), NoDrafter()
     if config.speculation is not None:
         model: DraftModel | None = None
@@ -183,6 +184,7 @@ def _facts(file: GGUFFile, config: EngineConfig, plan: MemoryPlan) -> str:
     drafts = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     kv = [format.name for format in plan.kv]
     shape = (plan.max_ctx, plan.sequences, plan.kv_pages, plan.prefill_chunk, plan.host_embedding)
+    shape += (plan.estimate.expert_slots,)
     settings = (config.draft, config.speculation, config.window, config.prefill)
     return repr((plan.estimate.spec, tensor_kinds(file), drafts, settings, kv, shape))
 

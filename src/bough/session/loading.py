@@ -56,6 +56,7 @@ from bough.session.building import (
     weaver_model,
 )
 from bough.session.compression import Compression, Elsewhere
+from bough.session.expert_uses import ExpertUses, caches_of
 from bough.session.pairing import card_of, with_encoder
 from bough.session.phases import Phases
 from bough.session.pictures import check_pads
@@ -141,6 +142,7 @@ def _loaded(
             tower = None if config.mmproj is None else _tower(config.mmproj, device, _threads(config, plan))
             cost_file = _cost_file(config, path, plan, target, mtp)
             costs = cost_file.load()
+            uses = ExpertUses(config.costs, path, caches_of(target))
             _empty_cache(device)
             drafter = _drafter(config, file, target, plan, costs, mtp)
             _empty_cache(device)
@@ -159,11 +161,13 @@ def _loaded(
         times = engine.warmup.measure_steps()
         whole_s = min((each.draft_s for each in times.values()), default=0.0)
         draft_s = whole_s / drafter.passes if drafter.passes else 0.0
-        costs.fill({rows: each.verify_s for rows, each in times.items()}, draft_s)
+        steps = {rows: each.verify_s + _missing_s(plan, target, rows) for rows, each in times.items()}
+        costs.fill(steps, draft_s)
         phases.end("capturing")
     elif device.type == "cpu" and config.speculation is not None:
         _measure(engine, costs, drafter)
         phases.end("measuring")
+    uses.warm()  # what was captured and measured has used experts as no text does
     session = Session(
         engine,
         tokenizer,
@@ -171,7 +175,7 @@ def _loaded(
         plan,
         recommended=advice,
         break_loops=config.break_loops,
-        save_costs=lambda: cost_file.save(costs),
+        save_costs=lambda: (cost_file.save(costs), uses.save()),
         compression=Compression(config.compress, scorer),
         images=_image_limits(config),
     )
@@ -309,7 +313,7 @@ def _target(
         dtype=compute_dtype(device.type),
         expand=plan.expanded,
         host_embedding=plan.host_embedding,
-        host_experts=config.experts_host,
+        expert_slots=plan.estimate.expert_slots,
         int8_prefill=config.prefill == "int8",
         progress=progress,
     )
@@ -339,7 +343,9 @@ def _cost_file(
     native = f", native, {config.cpu_activations}" if plan.estimate.native else ""
     computing = device_name(target.device, target.threads) + native
     drafts = " + ".join([*([str(config.draft)] if config.draft else ()), *(["mtp"] if mtp else ())])
-    return CostFile(config.costs, f"{computing} / {path.name} / {drafts} / {formats}")
+    slots = plan.estimate.expert_slots
+    cached = "" if slots is None else f" / {slots} experts"
+    return CostFile(config.costs, f"{computing} / {path.name} / {drafts} / {formats}{cached}")
 
 
 def _mtp(config: EngineConfig, file: GGUFFile, target: Target, plan: MemoryPlan) -> MTPModel | None:
@@ -430,6 +436,15 @@ def _measure(engine: Engine, costs: StepCosts, drafter: Drafter) -> None:
         costs.fill({rows: each.verify_cost for rows, each in engine.warmup.measure_steps().items()}, 0.0)
     if drafter.passes and not costs.draft_call():
         costs.fill({}, engine.warmup.measure_draft())
+
+
+def _missing_s(plan: MemoryPlan, target: Target, rows: int) -> float:
+    """Return what a step waits for experts that have no place: measured steps repeat, and miss none.
+
+    Too much rather than too little: a step that takes less is believed at once.
+    """
+    missed = plan.estimate.missed_bytes(rows)
+    return missed / caches_of(target).copy_rate() if missed else 0.0
 
 
 def _computing(config: EngineConfig, plan: MemoryPlan, device: torch.device) -> str:

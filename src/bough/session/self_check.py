@@ -74,6 +74,7 @@ def _shapes(file: GGUFFile, spec: ModelSpec, config: EngineConfig, plan: MemoryP
         window=config.window,
         sliding=next((layer.window for layer in spec.attention if layer.window is not None), None),
         host_embedding=plan.host_embedding,
+        cached_experts=plan.estimate.expert_slots is not None,
         rotation=None if (rotated := rotation_of(file)) is None else rotated.block,
         sequences=plan.sequences,
     )

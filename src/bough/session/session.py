@@ -43,7 +43,7 @@ class Session(RequestReader):
         *,
         recommended: Recommended = NOTHING_KNOWN,
         break_loops: bool = True,
-        save_costs: Callable[[], None] = lambda: None,
+        save_costs: Callable[[], object] = lambda: None,
         compression: Compression | None = None,
         images: ImageLimits | None = None,
     ):

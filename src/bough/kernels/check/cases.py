@@ -34,6 +34,7 @@ from bough.kernels.check.shapes import QUICK, Shapes, Sizes
 from bough.kernels.delta_rule import DeltaHeads, DeltaRows
 from bough.kernels.embedding import embed, gather_rows
 from bough.kernels.experts import reference as experts_reference
+from bough.kernels.experts.cache import stage_bytes
 from bough.kernels.kv_cache.format import FORMATS, HeadPool, KVRing
 from bough.kernels.kv_cache.reference import decode
 from bough.kernels.quant_matmul import BUCKETS, Layout, PackedRows, PackedWeight, int8, pack_rows, unpack
@@ -317,6 +318,9 @@ def _experts(at: CaseInputs) -> Found:
     for type in at.shapes.expert_types:
         for rows in (*steps, _MANY):
             yield "experts", f"{type.name}, {rows} rows", _expert_matmul, type, rows
+    for type in at.shapes.expert_types[:1] if at.shapes.cached_experts else ():
+        for rows in (*steps, _MANY):
+            yield "experts", f"{type.name}, {rows} rows, cached", _expert_matmul, type, rows, True
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,16 +342,23 @@ class _Router:
         return experts.route_rows(self.x, self.router, self.gate, used=self.used, layouts=layouts)
 
 
-def _expert_matmul(at: CaseInputs, type: QuantType, rows: int) -> Work:
+def _expert_matmul(at: CaseInputs, type: QuantType, rows: int, cached: bool = False) -> Work:
     assert at.shapes.experts is not None
     (count, used, inner), width = at.shapes.experts, at.shapes.width
     inner = min(inner, at.sizes.matrix[0])
     layer = _Router.random(at, rows)
     tiles = at.random.weight(type, count * experts.padded(inner), width)
-    stack = experts.ExpertStack.of(tiles, count, inner)
+    stack, cache = experts.ExpertStack.of(tiles, count, inner), None
+    if cached:
+        stack = stack.cached(count // 8)
+        cache = experts.ExpertCache.of([stack])
+        stage = torch.empty(stage_bytes([stack]), dtype=torch.uint8, device=stack.data.device)
+        cache.share(stage, cache.mirror, cache.uses)
 
     def run() -> Outputs:
         packed, _, routing = layer.route((stack.layout,))
+        if cache is not None:
+            routing = experts.placed(routing, cache, [stack])
         return [experts.expert_matmul(packed, stack, routing)]
 
     def reference() -> Outputs:

@@ -43,6 +43,7 @@ class Shapes:
     window: int | None = None
     sliding: int | None = None  # the same of layers that were trained with it
     host_embedding: bool = False
+    cached_experts: bool = False  # all are in host memory, and some have a place on the device
     rotation: int | None = None  # columns of a block of weights in a rotated basis
     sequences: int = 1
 
@@ -58,7 +59,7 @@ COMMON = (
     ),
     Shapes(
         "35B-A3B", 2048, 512, (16, 2, 256), 64, (16, 32, 128, 4), (256, 8, 512), (), (Q.Q4_K, Q.Q6_K),
-        kv=_KV[:2], rows=(1, 24), draft=(32, 8, 128),
+        kv=_KV[:2], rows=(1, 24), draft=(32, 8, 128), cached_experts=True,
     ),
     Shapes("0.8B", 1024, 3584, (8, 2, 256), 64, (16, 16, 128, 4), None, (), kv=_KV[:1], rows=(1, 24)),
 )  # fmt: skip

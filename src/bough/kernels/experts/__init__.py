@@ -4,14 +4,16 @@ On a GPU nothing is read back, so that a step can be captured as a CUDA graph, a
 same bits alone and among other rows. On a CPU the reference runs.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from bough.kernels.experts.stack import ExpertStack, Routing, padded
+from bough.kernels.experts.cache import ExpertCache
+from bough.kernels.experts.stack import ExpertStack, Routing, padded, stack_shape
 from bough.kernels.quant_matmul.layout import Layout
-from bough.kernels.quant_matmul.rows import PackedRows
+from bough.kernels.quant_matmul.rows import BUCKETS, PackedRows
 from bough.kernels.runtime.backends import runs
 
 
@@ -34,20 +36,48 @@ def route_rows(
     return packed, logits, triton_kernels.route(logits, used, tokens)
 
 
+def placed(routing: Routing, cache: ExpertCache, stacks: Sequence[ExpertStack]) -> Routing:
+    """Return the routing with the places of its experts, all of which are in host memory.
+
+    A step's experts are copied to the places of those that were used least recently. A prompt uses nearly
+    all of them and evicts none: it reads those that have no place in rounds. On GPUs only.
+    """
+    from bough.kernels.experts import cache_kernels
+
+    if len(routing.chosen) > BUCKETS[-1]:
+        return replace(routing, rounds=cache_kernels.rounds(routing, cache))
+    cache_kernels.resolve(routing, cache)
+    for stack in stacks:
+        cache_kernels.copy(stack.cold, stack.data, cache.copies)
+    return routing
+
+
 def expert_matmul(x: PackedRows, stack: ExpertStack, routing: Routing) -> Tensor:
     """Return float32 [pairs, N]: row p * rows // pairs of x times the matrix of pair p's expert."""
     assert x.columns == stack.columns and routing.pairs % x.rows == 0, (x.columns, x.rows, routing.pairs)
-    # The stack may be in the host's pinned memory, which the kernels read over the bus.
     out = torch.empty(routing.pairs, stack.rows, device=x.data.device)
+    if not routing.rounds:
+        _matmul(x, stack, routing, stack.cold, out)
+    for part in routing.rounds:
+        from bough.kernels.experts import cache_kernels
+
+        size = len(part.copies.pairs) * stack.expert_bytes
+        cold = part.stage[:size].view(-1, *stack.data.shape[1:])
+        cache_kernels.copy(stack.cold, cold, part.copies)
+        _matmul(x, stack, replace(routing, chunks=part.chunks, count=part.count), cold, out)
+    return out
+
+
+def _matmul(x: PackedRows, stack: ExpertStack, routing: Routing, cold: Tensor, out: Tensor) -> None:
+    """Multiply; `cold`: where the experts are that have no place, which may be the host's pinned memory."""
     if runs("experts", "cuda", out.device):
         from bough.kernels.experts import cuda
 
-        cuda.matmul(x, stack, routing, out)
+        cuda.matmul(x, stack, routing, cold, out)
     else:
         from bough.kernels.experts import triton_kernels
 
-        triton_kernels.matmul(x, stack, routing, out)
-    return out
+        triton_kernels.matmul(x, stack, routing, cold, out)
 
 
 def combine(shared: Tensor, logits: Tensor, outputs: Tensor, weights: Tensor) -> Tensor:

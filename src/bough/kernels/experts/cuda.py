@@ -83,13 +83,13 @@ def _kernel(layout: Layout, tokens: int, device: torch.device) -> tuple[Kernel, 
     return module.kernel("experts", threads=shape.threads, shared=ring, overlap=card.pdl), shape
 
 
-def matmul(x: PackedRows, stack: ExpertStack, routing: Routing, out: Tensor) -> None:
+def matmul(x: PackedRows, stack: ExpertStack, routing: Routing, cold: Tensor, out: Tensor) -> None:
     device = out.device
     kernel, shape = _kernel(stack.layout, routing.tokens, device)
-    depth, all_tiles = stack.data.shape[:2]
+    depth, expert_tiles = stack.data.shape[1:3]
     blocks = -(-stack.rows // (16 * shape.tiles))
-    sizes = (blocks, depth, stack.rows, all_tiles, stack.expert_tiles, routing.pairs // x.rows)
-    tensors = (stack.data, stack.row_scale, x.data, x.scale, out)
+    sizes = (blocks, depth, stack.rows, expert_tiles, routing.pairs // x.rows)
+    tensors = (stack.data, cold, stack.row_scale, x.data, x.scale, out)
     assert not x.grouped
     strides = (c_longlong(2 * stride) for stride in x.strides)
     kernel(

@@ -1,4 +1,4 @@
-// Matmuls of rows with the matrices of the experts they chose, all in one stack of tiles (quant_matmul/layout.py).
+// Matmuls of rows with the matrices of the experts they chose, a stack of tiles for each expert (quant_matmul/layout.py).
 //
 // No headers; after runtime/pdl.cu and quant_matmul/weights.cu, whose macros apply. Also, given by cuda.py:
 //   BLOCK_TILES 16-row tiles of a block of matrix rows, one warp each      TOKENS  pairs of a chunk, at most
@@ -8,7 +8,8 @@
 // TOKENS pairs of one expert. An item is one block of matrix rows for one chunk; the items are dealt out evenly and
 // contiguously to the CTAs, so that chunks of one expert, whose weights are then in L2, are neighbours. How many there are
 // is read from memory: the grid has the same size for any routing. A CTA sums all columns of an item in one order, and a
-// column of the mma belongs to one pair: a pair's result depends neither on the others nor on TOKENS nor on the grid.
+// column of the mma belongs to one pair: a pair's result depends neither on the others nor on TOKENS nor on the grid, nor on
+// where its expert's weights are.
 
 DEVICE void copy16(u32 to, const void* from) { asm volatile("cp.async.cg.shared.global [%0],[%1],16;" ::"r"(to), "l"(from) : "memory"); }
 
@@ -23,13 +24,14 @@ struct Item {
   float scale[TOKENS];
 };
 
-// y [pairs, rows]: pair p times its expert's matrix. w: tiles [depth][all_tiles], those of an expert `expert_tiles` in a row;
-// row_scale likewise; x: float16, row r at r * row_stride bytes, 32 columns at group_stride bytes, times x_scale [r]; pair p
-// reads row p / each. chunks: expert, first place in `order`, pairs.
+// y [pairs, rows]: pair p times its expert's matrix. w and cold: tiles [places][depth][expert_tiles]; row_scale by expert;
+// x: float16, row r at r * row_stride bytes, 32 columns at group_stride bytes, times x_scale [r]; pair p reads row p / each.
+// chunks: expert, first place in `order`, pairs, place of the weights: p of w, or ~p of cold, which may be host memory.
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
-experts(const u8* __restrict__ w, const float* __restrict__ row_scale, const u8* __restrict__ x, const float* __restrict__ x_scale,
-        float* __restrict__ y, const int4* __restrict__ chunks, const int* __restrict__ count, const int* __restrict__ order,
-        int blocks, int depth, int rows, int all_tiles, int expert_tiles, int each, long long group_stride, long long row_stride) {
+experts(const u8* __restrict__ w, const u8* __restrict__ cold, const float* __restrict__ row_scale, const u8* __restrict__ x,
+        const float* __restrict__ x_scale, float* __restrict__ y, const int4* __restrict__ chunks, const int* __restrict__ count,
+        const int* __restrict__ order, int blocks, int depth, int rows, int expert_tiles, int each, long long group_stride,
+        long long row_stride) {
   extern __shared__ __align__(128) u8 ring[];
   __shared__ Item items[STAGES];  // no more items than stages are in flight
   const u32 ring0 = shared_address(ring);
@@ -48,7 +50,8 @@ experts(const u8* __restrict__ w, const float* __restrict__ row_scale, const u8*
   auto begin_item = [&]() {
     const int4 chunk = __ldcg(chunks + fill_item / blocks);
     const int block = fill_item % blocks;
-    weights_from = w + ((size_t)chunk.x * expert_tiles + block * BLOCK_TILES) * TILE_BYTES;
+    const int place = chunk.w < 0 ? ~chunk.w : chunk.w;
+    weights_from = (chunk.w < 0 ? cold : w) + ((size_t)place * depth * expert_tiles + block * BLOCK_TILES) * TILE_BYTES;
     Item& item = items[fill_place];
     if (threadIdx.x == 0) item.expert = chunk.x, item.block = block, item.count = chunk.z;
     x_from = nullptr;
@@ -62,7 +65,7 @@ experts(const u8* __restrict__ w, const float* __restrict__ row_scale, const u8*
     if (fill_unit < units) {
       if (fill_step == 0) begin_item();
       const u32 to = ring0 + fill_slot * STAGE_BYTES;
-      const u8* from = weights_from + (size_t)fill_step * all_tiles * TILE_BYTES;
+      const u8* from = weights_from + (size_t)fill_step * expert_tiles * TILE_BYTES;
       for (int o = threadIdx.x * 16; o < WEIGHT_BYTES; o += THREADS * 16) copy16(to + o, from + o);
       if (x_from)
         UNROLL for (int g = 0; g < GROUPS; g += X_GROUPS)

@@ -92,6 +92,7 @@ def _write_chunks(
         tl.store(chunk, expert, mask=inside)
         tl.store(chunk + 1, first + piece * TOKENS, mask=inside)
         tl.store(chunk + 2, tl.minimum(users - piece * TOKENS, TOKENS), mask=inside)
+        tl.store(chunk + 3, expert, mask=inside)  # its place, where all experts have one
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -146,7 +147,7 @@ def _group_kernel(
 
 @triton.jit(do_not_specialize=["share"])
 def _matmul_kernel(
-    data, table, row_scale, x, x_scale, y, chunks, count, order, depth, rows, all_tiles, expert_tiles, share,
+    data, cold, table, row_scale, x, x_scale, y, chunks, count, order, depth, rows, expert_tiles, share,
     group_stride, row_stride,
     COLUMNS: tl.constexpr, ROWS: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALES: tl.constexpr,
     OFFSET: tl.constexpr, TABLE: tl.constexpr, UNIT: tl.constexpr, TILE_BYTES: tl.constexpr,
@@ -158,7 +159,12 @@ def _matmul_kernel(
         WORDS: tl.constexpr = UNIT // (PER * HALVES)
         x_type: tl.constexpr = tl.int32 if LOW == 16 else tl.int64
         chunk = chunks + tl.program_id(1) * 4
-        expert, place, users = tl.load(chunk), tl.load(chunk + 1), tl.load(chunk + 2)
+        expert, place, users, at = tl.load(chunk), tl.load(chunk + 1), tl.load(chunk + 2), tl.load(chunk + 3)
+        weights_from = data
+        if at < 0:
+            weights_from = cold
+            at = -1 - at
+        weights_from += at.to(tl.int64) * depth * expert_tiles * TILE_BYTES
         m = tl.arange(0, COLUMNS)[None, :]
         pair = tl.load(order + place + m, mask=m < users, other=0)
         source = pair // share
@@ -169,13 +175,12 @@ def _matmul_kernel(
         x_words = x.to(tl.pointer_type(x_type)) + (k // (32 // PER)) * (HALVES * group_stride // PER)
         x_words += source.to(tl.int64) * (row_stride // PER) + k % (32 // PER)
         for step in range(0, depth):
-            tiles = step * all_tiles + expert * expert_tiles
-            tile = data + ((tiles + n // 16).to(tl.int64) * TILE_BYTES)[:, None]
+            tile = weights_from + ((step * expert_tiles + n // 16).to(tl.int64) * TILE_BYTES)[:, None]
             low = _low(tile, g, r, c, LOW)
             for h in tl.static_range(HALVES):
                 high, scale, minimum = _fields(tile, low, g, r, c, h, LOW, HIGH, SCALES, UNIT)
-                at = x_words + (step * (UNIT // 32) + h) * (group_stride // PER)
-                several = tl.load(at, mask=m < users, other=0)
+                words = x_words + (step * (UNIT // 32) + h) * (group_stride // PER)
+                several = tl.load(words, mask=m < users, other=0)
                 for q in tl.static_range(PER):
                     weight = _weights(low, high, scale, minimum, table, r, c, h, q, LOW, HIGH, OFFSET, TABLE)
                     part = (several >> (16 * q)).to(tl.int16).to(tl.float16, bitcast=True)
@@ -245,12 +250,13 @@ def route(logits: Tensor, used: int, tokens: int) -> Routing:
     return Routing(weights, expert_ids, order, chunks, count, tokens)
 
 
-def matmul(x: PackedRows, stack: ExpertStack, routing: Routing, out: Tensor) -> None:
+def matmul(x: PackedRows, stack: ExpertStack, routing: Routing, cold: Tensor, out: Tensor) -> None:
     blocks = triton.cdiv(stack.rows, _MATRIX_ROWS)
+    depth, expert_tiles = stack.data.shape[1:3]
     _matmul_kernel[(blocks, len(routing.chunks))](
-        stack.data, table_of(stack.layout, out.device), stack.row_scale, x.data, x.scale, out,
-        routing.chunks, routing.count, routing.order, stack.data.shape[0], stack.rows, stack.data.shape[1],
-        stack.expert_tiles, routing.pairs // x.rows, *x.strides,
+        stack.data, cold, table_of(stack.layout, out.device), stack.row_scale, x.data, x.scale, out,
+        routing.chunks, routing.count, routing.order, depth, stack.rows, expert_tiles,
+        routing.pairs // x.rows, *x.strides,
         COLUMNS=TOKENS, ROWS=_MATRIX_ROWS, **constants(stack.layout), num_warps=_WARPS, num_stages=3,
     )  # fmt: skip
 
