@@ -65,6 +65,10 @@ def test_the_encoder_is_pulled_with_its_model(bough, hub, model: Path, tmp_path:
     (tmp_path / "a.png").write_bytes(encoded(quarters(300, 200), "PNG"))
     answer = bough("run", repo, "-p", "What is it?", "-f", tmp_path / "a.png", *SHORT, "--json")
     assert answer.exit_code == 0 and json.loads(answer.stdout)["stats"]["images"]["count"] == 1
+    assert bough("rm", repo, "--yes").exit_code == 0 and not list(tmp_path.rglob(encoder))
+    blind = bough("run", repo, "-p", "Hello", "--no-images", *SHORT)
+    assert blind.exit_code == 0 and not list(tmp_path.rglob(encoder))
+    assert bough("pull", repo).exit_code == 0
     other = repo.replace("Q8_0", "F16")
     assert bough("pull", other).exit_code == 0
     assert "image encoder" not in bough("rm", repo, "--yes").stdout and list(tmp_path.rglob(encoder))

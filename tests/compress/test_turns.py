@@ -56,6 +56,22 @@ def test_later_questions_get_what_was_left_out() -> None:
     assert anew is not None and FACTS[2] in anew.messages[0]["content"]
 
 
+def test_what_is_said_beside_an_image_stays_whole() -> None:
+    document = with_facts(random.Random(1))
+    asked = {"role": "user", "content": f"{document}\n\n{QUESTIONS[0]}"}
+    seen = {
+        "role": "user",
+        "content": [{"type": "image", "image": b"", "text": ""}, {"type": "text", "text": document}],
+    }
+    alone = Compressor(WordScorer(), count).compress([asked], WANTED, measure)
+    assert alone is not None and alone.messages[0] != asked
+    compressor = Compressor(WordScorer(), count)
+    only = compressor.compress([seen], WANTED, measure)
+    assert only is not None and only.messages == [seen] and "no document" in only.report.reason
+    both = compressor.compress([seen, {"role": "assistant", "content": "I see."}, asked], WANTED, measure)
+    assert both is not None and both.messages[0] == seen and both.messages[2] != asked
+
+
 def test_a_text_of_which_half_was_added_is_read_whole_from_then_on() -> None:
     compressor = Compressor(WordScorer(), count)
     rng = random.Random(2)

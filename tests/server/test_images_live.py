@@ -13,6 +13,7 @@ from PIL import Image
 
 from bough import LLM, SamplingParams
 from bough.config import EngineConfig
+from bough.server.run import line
 from bough.session.loading import load_session
 from tests.images.files import encoded, exif, hostile
 from tests.images.seeing import make_seeing
@@ -134,7 +135,9 @@ def test_trees_and_plain_decoding_give_one_text(server: Live, texts: dict[str, t
     assert plain == texts["png"]
 
 
-def test_images_are_counted_apart(server: Live) -> None:
+def test_images_are_counted_apart(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(server.worker, "_notify", lambda job, result: lines.append(line(job, result)))
     fresh = body(encoded(noise(200, 200, 9), "PNG"), encoded(noise(256, 256, 10), "PNG"))
     with httpx2.Client(base_url=server.url, timeout=60) as http:
         first, again = (http.post("/v1/chat/completions", json=fresh).json()["usage"] for _ in range(2))
@@ -143,6 +146,7 @@ def test_images_are_counted_apart(server: Live) -> None:
     assert images["count"] == images["encoded"] == 2 and images["tokens"] == 128 and images["encode_ms"] > 0
     assert again["images"]["encoded"] == 0 and again["prompt_tokens"] == first["prompt_tokens"]
     assert again["prompt_tokens_details"]["cached_tokens"] > 0
+    assert len(lines) == 2 and all("2 images of 128 tokens" in each for each in lines)
     for name in ('images_total{what="encoded"}', 'spec_decode_after_images_total{what="steps"}'):
         [value] = re.findall(f"^bough:{re.escape(name)} (.*)$", page, re.MULTILINE)
         assert float(value) >= 2
@@ -155,6 +159,14 @@ def test_detail_low_takes_fewer_tokens(server: Live) -> None:
     request["messages"][0]["content"][0]["image_url"]["detail"] = "low"
     low = openai_client(server).chat.completions.create(**request).usage.prompt_tokens
     assert full - low == 28 * 25 - 16 * 15
+
+
+def test_images_beside_the_content_are_refused_by_name(server: Live) -> None:
+    image = base64.b64encode(encoded(noise(64, 64, 1), "PNG")).decode()
+    messages = [{"role": "user", "content": "What is it?", "images": [image]}]
+    body = {"model": "m", "max_tokens": 4, "messages": messages}
+    answer = httpx2.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "messages[0].images"
 
 
 def test_the_routes_announce_it(server: Live) -> None:

@@ -24,7 +24,7 @@ from workshop.case import case
 from workshop.report import Report
 
 ROWS = (8, 16, 24, 32)
-_MMA = "mma(sums[m * TILES + first + n], a[m]"
+_CALLS = ("mma(sums[first + n], a, b[n].x, b[n].y);", "mma(sums[first + n], a + 4, b[n].z, b[n].w);")
 _CHAINS, _REPEATS, _THREADS = 8, 100_000, 256
 _RATE_KERNEL = """
 extern "C" __global__ void rate(float* out, long long* clocks, int repeats) {
@@ -48,10 +48,9 @@ def repeated(source: str, count: int) -> str:
     source = source.replace(
         "u32 last = 0;", "u32 last=0;float dd[4][4];UNROLL for(int q=0;q<16;q++)dd[0][q]=0.f;"
     )
-    for operands in (", b[n].x, b[n].y);", " + 4, b[n].z, b[n].w);"):
-        call = _MMA + operands
+    for call in _CALLS:
         assert call in source, call
-        copy = call.replace("sums[m * TILES + first + n]", "dd[q]")
+        copy = call.replace("sums[first + n]", "dd[q]")
         source = source.replace(call, f"{{{call}UNROLL for(int q=0;q<{count - 1};q++){copy}}}")
     used = "float z=0.f;UNROLL for(int q=0;q<16;q++)z+=dd[0][q];if(z==1.2345e30f)sums[0][0]+=1.f;"
     return source.replace("  return last;\n}", f"{used}return last;}}", 1)

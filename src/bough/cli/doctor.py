@@ -284,9 +284,9 @@ def caches() -> Iterator[Check]:
         except OSError as error:
             hint = "set HF_HOME" if name == "model cache" else "set TRITON_CACHE_DIR"
             detail = f"{folder} cannot be written: {error.strerror or error}"
-            yield Check(f"{name}, writing", "warn", detail, f"{hint} to a folder that can be")
+            yield Check(f"writing to the {name}", "warn", detail, f"{hint} to a folder that can be")
         else:
-            yield Check(f"{name}, writing", "ok", str(folder))
+            yield Check(f"writing to the {name}", "ok", str(folder))
 
 
 def _existing(folder: Path) -> Path:

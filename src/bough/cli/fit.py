@@ -118,7 +118,7 @@ def show(facts: dict[str, Any]) -> None:
     formats = None if plan is None else (plan["keys"], plan["values"])
     view.table(
         f"KV cache, on {limit}",
-        ["format", "longest context", f"all, at {facts['context']:,}", "what it means"],
+        ["format", "longest context, one request", f"all, at {facts['context']:,}", "what it means"],
         [
             [
                 "/".join(dict.fromkeys((row["keys"], row["values"]))),

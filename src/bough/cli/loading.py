@@ -52,18 +52,25 @@ def choose(
 
     config, settings = engine.config(), environment()
     offline = engine.offline or settings.offline
-    target = find(settings.target if name is None else name, think=think, offline=offline, screen=screen)
+    sees = not engine.no_images and engine.mmproj is None  # by the encoder of its repository
+    name = settings.target if name is None else name
+    target = find(name, think=think, offline=offline, screen=screen, encoder=sees)
     read_ahead(target.path)
     speculation, draft, note = decide(options, target, offline=offline, screen=screen)
     config = replace(config, speculation=speculation, draft=draft)
     if engine.compress_scorer != "words":
-        scorer = find(engine.compress_scorer, think=None, offline=offline, screen=screen).path
+        scorer = find(engine.compress_scorer, think=None, offline=offline, screen=screen, encoder=False).path
         config = replace(config, compress=replace(config.compress, scorer=scorer))
     return Choice(name, target, replace(config, costs=costs_file()) if costs else config, note)
 
 
-def find(name: str | None, *, think: bool | None, offline: bool, screen: view.Screen) -> Chosen:
-    """Return the model's file, fetched if it is not here yet; no name: the pair inside the package."""
+def find(
+    name: str | None, *, think: bool | None, offline: bool, screen: view.Screen, encoder: bool
+) -> Chosen:
+    """Return the model's file, fetched if it is not here yet; no name: the pair inside the package.
+
+    encoder: fetched with it, if its repository has one.
+    """
     if name is None:
         better = suggestion()
         hint = f" For real work on this machine: bough run {better}" if better else ""
@@ -72,7 +79,7 @@ def find(name: str | None, *, think: bool | None, offline: bool, screen: view.Sc
     meant = meaning(EMBEDDED if name is None else name)
     with downloading(screen, str(meant.fetched), again="the same command") as bar:
         path = resolve(meant, offline=offline, progress=bar)
-        if bar.began and meant.repo is not None and sees(path):
+        if bar.began and encoder and meant.repo is not None and sees(path):
             fetch_encoder(meant.repo.repo, path, progress=bar)
     return _inspected(path, meant, think=think, fetched=bar.began)
 

@@ -21,6 +21,13 @@ def with_images(
 
     limits: None: the model cannot see. fetched: the bytes of remote URLs.
     """
+    for index, message in enumerate(messages if isinstance(messages, list | tuple) else ()):
+        if isinstance(message, Mapping) and message.get("images"):
+            raise UsageError(
+                f"messages[{index}].images is set, which only Ollama's routes have",
+                'write images into the content: {"type": "image_url", "image_url": {"url": "data:..."}}',
+                param=f"messages[{index}].images",
+            )
     places = list(_places(messages))
     if not places:
         return messages

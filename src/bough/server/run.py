@@ -174,9 +174,11 @@ def line(job: Job, result: RequestResult) -> str:
         return f"{job.label} · failed: {type(result.error).__name__}: {reason}"
     stats = result.finished.stats
     cached = f" ({stats.cached_tokens} cached)" if stats.cached_tokens else ""
+    tokens = f"image{'s' * (stats.images > 1)} of {stats.image_tokens} tokens"
     parts = [
         job.label,
         f"prompt {stats.prompt_tokens}{cached}",
+        f"{stats.images} {tokens}" if stats.images else "",
         f"{stats.generated_tokens} tok",
         f"{stats.decode_tok_s:.1f} tok/s" if stats.decode_tok_s else "",
         f"TTFT {stats.ttft_s:.2f} s" if stats.ttft_s else "",
