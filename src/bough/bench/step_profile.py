@@ -13,7 +13,8 @@ _KERNELS = {
     "_silu_mul_kernel",
     "sampling": "adjust_kernel histogram_kernel gather_kernel rank_kernel noise_kernel accept_path_kernel "
     "_commit_kernel _move_kernel",
-    "experts": "experts _router_kernel _route_kernel _group_kernel _combine_kernel",
+    "experts": "experts _router_kernel _route_kernel _group_kernel _combine_kernel _resolve_kernel "
+    "_copy_kernel _rounds_kernel",
     "draft": "_ring_kernel best_tree_kernel shortlist_kernel",
 }
 GROUPS = {group: tuple(names.split()) for group, names in _KERNELS.items()}

@@ -1,5 +1,6 @@
 """From a model's name to a loaded session, for every command that generates text."""
 
+import gc
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -164,6 +165,7 @@ def load(path: Path, config: EngineConfig, screen: view.Screen) -> "Session":
             path, config, progress=bar.reading, compiling=bar.compiling, warming=bar.warming
         )
     describe(session, path, screen)
+    gc.freeze()  # what stays is not looked through again: 0.7 ms for each collection during an answer
     return session
 
 
